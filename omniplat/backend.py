@@ -1,0 +1,56 @@
+"""BackendSpec: what a backend plugin exports through the entry-point group `omniplat.backends`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from omniplat.capability import Capability
+
+#: Interface versions of backend plugins that this omniplat speaks.
+SUPPORTED_API_VERSIONS: tuple[int, ...] = (1,)
+
+
+@dataclass(frozen=True, slots=True)
+class NotSupported:
+    """A combination that a backend will not run: `status` is "never", "upstream" or "todo"; reason required."""
+
+    pattern: str
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """Declared data of one backend. Loading it imports neither torch nor a vendor library.
+
+    `kinds`         device kinds it serves ("cuda").
+    `probe`         "module:function" returning a `BackendProbe`; called only when the backend is examined.
+    `install`       the pip line that installs its runtime.
+    `distributions` vendor distributions, as requirement strings, that the backend's extra brings.
+    """
+
+    name: str
+    api_version: int
+    kinds: tuple[str, ...]
+    capabilities: tuple[Capability, ...]
+    probe: str = ""
+    install: str = ""
+    distributions: tuple[str, ...] = ()
+    quirks: tuple[str, ...] = ()
+    not_supported: tuple[NotSupported, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BackendProbe:
+    """What examining a backend on this machine found.
+
+    `available`  a device is here and the runtime that drives it loads.
+    `reason`     why not, when it is not.
+    `devices`    names of the devices, as `kind:arch` strings the planner takes.
+    `versions`   distribution -> installed version ("" where it is missing).
+    """
+
+    available: bool
+    reason: str = ""
+    devices: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,127 @@
+"""Capabilities: what one kernel declares it can run, and the answer when a layer is held against them.
+
+Pure data. A backend's `spec.py` is a list of these; importing it imports no torch and no vendor library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A kernel runs the layer. `executes` is the scheme id it computes with; `via` the re-encoding, if any."""
+
+    executes: str
+    via: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A kernel refuses the layer: `rule` is what was checked, `needed` what it asks for, `found` what is there."""
+
+    rule: str
+    needed: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"needs {self.rule} {self.needed}, found {self.found}"
+
+
+Decision = Accepted | Rejected
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeRule:
+    """A limit on one dimension. `dim` is "in", "out", "intermediate" or "experts"."""
+
+    dim: str
+    multiple_of: int = 1
+    minimum: int = 0
+    maximum: int = 0
+
+    @property
+    def needed(self) -> str:
+        words = []
+        if self.multiple_of > 1:
+            words.append(f"a multiple of {self.multiple_of}")
+        if self.minimum:
+            words.append(f"at least {self.minimum}")
+        if self.maximum:
+            words.append(f"at most {self.maximum}")
+        return " and ".join(words)
+
+    def accepts(self, size: int) -> bool:
+        return (
+            size % self.multiple_of == 0 and size >= self.minimum and (not self.maximum or size <= self.maximum)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """One kernel's declaration.
+
+    `weights`      patterns (fnmatch) of weight ids: "mxfp4", "int4-g*".
+    `activations`  patterns of the *declared* activation ids that it executes exactly, as declared.
+    `executes`     "" when it executes what is declared; else the one activation id that it always executes.
+    `archs`        architectures of the device kind, as names; empty means every one.
+    `dtypes`       input dtypes.
+    `requires`     distributions, as requirement strings ("humming-kernels>=0.1.20").
+    `accumulator`  "f32", "f64", "int32", ...: the tolerance of the conformance suite derives from it.
+    `evidence`     "declared" | "emulated" | "verified on <device>".
+    `impl`         "module:Class" of the kernel; empty while only planning is possible.
+    `resident`     bytes kept per stored byte of weight (1.0: nothing is expanded).
+    `variants`     names of implementations of the same numerics that the kernel picks from by M.
+    """
+
+    name: str
+    op: str
+    weights: tuple[str, ...]
+    activations: tuple[str, ...]
+    executes: str = ""
+    archs: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ("bf16", "f16", "f32")
+    shapes: tuple[ShapeRule, ...] = ()
+    requires: tuple[str, ...] = ()
+    accumulator: str = "f32"
+    priority: int = 0
+    maturity: str = "stable"
+    evidence: str = "declared"
+    impl: str = ""
+    via: str = ""
+    resident: float = 1.0
+    bias: bool = True
+    variants: tuple[str, ...] = ()
+
+
+def matches(patterns: tuple[str, ...], text: str) -> bool:
+    """True if any fnmatch pattern matches the whole text."""
+    return any(fnmatchcase(text, pattern) for pattern in patterns)
+
+
+#: Activations from most to least precise. Members of one inner tuple differ in granularity only.
+ACTIVATION_ORDER: tuple[tuple[tuple[str, ...], ...], ...] = (
+    (("a16",), ("fp8-token", "fp8-g128", "mxfp8"), ("mxfp4", "nvfp4", "mxfp4-dual")),
+    (("a16",), ("int8-token",), ("int4-token",)),
+)
+
+
+def compare_activation(declared: str, executed: str) -> str:
+    """How `executed` stands to `declared`: "same", "regrouped", "upgraded", "weight-only" or "changed".
+
+    `a16` is above every activation. Anything that no chain of `ACTIVATION_ORDER` relates is "changed".
+    """
+    if declared == executed:
+        return "same"
+    if executed == "a16":
+        return "weight-only"
+    for chain in ACTIVATION_ORDER:
+        rank: Mapping[str, int] = {name: i for i, braces in enumerate(chain) for name in braces}
+        if declared in rank and executed in rank:
+            if rank[declared] == rank[executed]:
+                return "regrouped"
+            if rank[executed] < rank[declared]:
+                return "upgraded"
+    return "changed"
