@@ -1,0 +1,30 @@
+"""Storage: how a checkpoint packs one weight, as data. Recognised from headers, undone by `unpack`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Names of the packings that `unpack` undoes.
+#:   plain        one code per element, [N, K] (8-bit codes, or a 16/32-bit unquantized weight)
+#:   nibbles_k    uint8 [N, K/2], even K index in the low nibble (MXFP4, NVFP4)
+#:   nibbles_n    uint8 [N/2, K], row 2i in the low nibble, two's complement (modelopt int4)
+#:   int32_k      int32 [N, ceil(K*bits/32)], first value in the lowest bits, offset 2^(bits-1) when symmetric
+#:                (compressed-tensors pack-quantized); zero points int32 packed along N
+#:   gptq         int32 [K*bits/32, N] and [G, N*bits/32], first value in the lowest bits; scales [G, N]
+#:   awq          int32 [K, N/8] and [G, N/8], nibble order 0 4 1 5 2 6 3 7; scales [G, N]
+PACKINGS = ("plain", "nibbles_k", "nibbles_n", "int32_k", "gptq", "awq")
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """`packing` is one of `PACKINGS`; the rest are the conventions in which dialects differ.
+
+    `zero_offset`        added to a stored zero point to get the real one (1 for GPTQ v1).
+    `global_is_divisor`  compressed-tensors writes NVFP4 global scales as divisors, modelopt as multipliers.
+    `container`          safetensors dtype of the tensor that holds the codes ("U8", "I32", "F8_E4M3").
+    """
+
+    packing: str
+    container: str
+    zero_offset: int = 0
+    global_is_divisor: bool = False
