@@ -1,0 +1,46 @@
+"""omniplat: quantized checkpoints on any accelerator.
+
+Importing this package imports neither torch nor NumPy; each public name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from omniplat._version import __version__
+
+if TYPE_CHECKING:
+    from omniplat import errors as errors
+    from omniplat.api import load as load
+    from omniplat.api import plan as plan
+    from omniplat.detect import detect_devices as devices
+    from omniplat.plan import Plan as Plan
+    from omniplat.registry import backends as backends
+    from omniplat.scheme import Scheme as Scheme
+
+#: public name -> "module" or "module:attribute".
+_EXPORTS = {
+    "Plan": "omniplat.plan:Plan",
+    "Scheme": "omniplat.scheme:Scheme",
+    "backends": "omniplat.registry:backends",
+    "devices": "omniplat.detect:detect_devices",
+    "errors": "omniplat.errors",
+    "load": "omniplat.api:load",
+    "plan": "omniplat.api:plan",
+}
+
+__all__ = ["Plan", "Scheme", "__version__", "backends", "devices", "errors", "load", "plan"]
+
+
+def __getattr__(name: str) -> Any:
+    target = _EXPORTS.get(name)
+    if target is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = target.partition(":")
+    found = import_module(module)
+    return getattr(found, attribute) if attribute else found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
