@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from omniplat.capability import Capability
+from omniplat.device import Device
 
 #: Interface versions of backend plugins that this omniplat speaks.
 SUPPORTED_API_VERSIONS: tuple[int, ...] = (1,)
@@ -24,7 +25,8 @@ class BackendSpec:
     """Declared data of one backend. Loading it imports neither torch nor a vendor library.
 
     `kinds`         device kinds it serves ("cuda").
-    `probe`         "module:function" returning a `BackendProbe`; called only when the backend is examined.
+    `probe`         "module:function" returning a `BackendProbe`; called only when the backend is examined. It raises
+                    BackendUnavailableError where a device is here and its driver does not answer.
     `install`       the pip line that installs its runtime.
     `distributions` vendor distributions, as requirement strings, that the backend's extra brings.
     """
@@ -46,11 +48,16 @@ class BackendProbe:
 
     `available`  a device is here and the runtime that drives it loads.
     `reason`     why not, when it is not.
-    `devices`    names of the devices, as `kind:arch` strings the planner takes.
+    `devices`    names of the devices, as `kind:arch` strings the planner takes. They may be here and not usable.
     `versions`   distribution -> installed version ("" where it is missing).
+    `installed`  the distributions without which no device can be driven are installed. A device that is here
+                 and not available is an error of that backend when True, and merely not set up when False.
+    `found`      the devices again, with name and memory, where the probe can tell.
     """
 
     available: bool
     reason: str = ""
     devices: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
+    installed: bool = True
+    found: tuple[Device, ...] = ()

@@ -1,0 +1,15 @@
+"""The ascend backend, as data."""
+
+from __future__ import annotations
+
+from omniplat.backend import BackendSpec
+
+SPEC = BackendSpec(
+    name="ascend",
+    api_version=1,
+    kinds=("npu",),
+    capabilities=(),
+    probe="omniplat_ascend.probe:probe",
+    install='pip install "omniplat[ascend]", beside the CANN toolkit (see backends/ascend/README.md)',
+    distributions=("torch-npu>=2.6", "torch>=2.6"),
+)

@@ -1,0 +1,15 @@
+"""The rocm backend, as data."""
+
+from __future__ import annotations
+
+from omniplat.backend import BackendSpec
+
+SPEC = BackendSpec(
+    name="rocm",
+    api_version=1,
+    kinds=("rocm",),
+    capabilities=(),
+    probe="omniplat_rocm.probe:probe",
+    install='pip install "omniplat[rocm]", beside the vendor\'s torch and amd-aiter (see backends/rocm/README.md)',
+    distributions=("torch>=2.6", "amd-aiter>=0.1.8"),
+)

@@ -1,0 +1,15 @@
+"""The xpu backend, as data."""
+
+from __future__ import annotations
+
+from omniplat.backend import BackendSpec
+
+SPEC = BackendSpec(
+    name="xpu",
+    api_version=1,
+    kinds=("xpu",),
+    capabilities=(),
+    probe="omniplat_xpu.probe:probe",
+    install='pip install "omniplat[xpu]", beside an XPU build of torch (see backends/xpu/README.md)',
+    distributions=("torch>=2.6", "vllm-xpu-kernels>=0.1.12"),
+)
