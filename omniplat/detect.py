@@ -58,7 +58,7 @@ def resolve_device(
     return next((device for device in detect_devices(registry) if device.kind == described.kind), described)
 
 
-class _DeviceRecord(msgspec.Struct):
+class _DeviceRecord(msgspec.Struct, frozen=True):
     kind: str
     arch: str
     name: str = ""
@@ -66,7 +66,7 @@ class _DeviceRecord(msgspec.Struct):
     versions: dict[str, str] = {}
 
 
-class _InfoFile(msgspec.Struct):
+class _InfoFile(msgspec.Struct, frozen=True):
     """What is read of an `omniplat info --json` document; its other keys are ignored."""
 
     schema: str

@@ -10,6 +10,6 @@ SPEC = BackendSpec(
     kinds=("npu",),
     capabilities=(),
     probe="omniplat_ascend.probe:probe",
-    install='pip install "omniplat[ascend]", beside the CANN toolkit (see backends/ascend/README.md)',
+    install='pip install "omniplat[ascend]"',
     distributions=("torch-npu>=2.6", "torch>=2.6"),
 )

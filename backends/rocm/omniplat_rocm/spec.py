@@ -10,6 +10,6 @@ SPEC = BackendSpec(
     kinds=("rocm",),
     capabilities=(),
     probe="omniplat_rocm.probe:probe",
-    install='pip install "omniplat[rocm]", beside the vendor\'s torch and amd-aiter (see backends/rocm/README.md)',
+    install='pip install "omniplat[rocm]"',
     distributions=("torch>=2.6", "amd-aiter>=0.1.8"),
 )

@@ -10,6 +10,6 @@ SPEC = BackendSpec(
     kinds=("xpu",),
     capabilities=(),
     probe="omniplat_xpu.probe:probe",
-    install='pip install "omniplat[xpu]", beside an XPU build of torch (see backends/xpu/README.md)',
+    install='pip install "omniplat[xpu]"',
     distributions=("torch>=2.6", "vllm-xpu-kernels>=0.1.12"),
 )
