@@ -1,0 +1,3 @@
+"""A backend that exports something else."""
+
+SPEC = {"name": "wrong-type"}
