@@ -151,3 +151,7 @@ class BackendApiError(OmniplatError):
             f"this omniplat speaks {', '.join(str(v) for v in supported)}",
             {"backend": name, "found": found, "supported": list(supported)},
         )
+
+
+class UnsupportedOptionError(InvalidCheckpointError):
+    """The metadata asks for something that is understood but that no reader here can honour."""

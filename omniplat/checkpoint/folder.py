@@ -1,0 +1,220 @@
+"""Opening a checkpoint: which folders are components, which configs and shards each one has.
+
+Nothing but JSON files and safetensors headers is read. Every path that a file of the checkpoint names is
+confined to the checkpoint's folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+
+from omniplat.checkpoint.header import read_header, read_range
+from omniplat.checkpoint.tensors import TensorInfo
+from omniplat.errors import InvalidCheckpointError
+
+#: Files beside config.json that may hold quantization metadata, in the order in which they are consulted.
+METADATA_FILES = (
+    "hf_quant_config.json",
+    "quantization_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "quant_model_description.json",
+    "quant_model_weight_description.json",
+)
+
+#: Small tensors (shapes, scalar scales, quantizer states) may be read while planning, up to this size.
+MAX_METADATA_TENSOR_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One model of a checkpoint: its own configs, metadata and tensors.
+
+    `name` is "" for a plain checkpoint and the folder's name in a pipeline; `files` maps the names of
+    `METADATA_FILES` that exist to their parsed content; `index_absent` lists (index file, tensor, shard) for
+    entries of an index that the named shard does not contain.
+    """
+
+    name: str
+    root: Path
+    config_file: str
+    config: Mapping[str, Any]
+    files: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    shard_metadata: Mapping[str, str]
+    shards: tuple[str, ...] = ()
+    index_absent: tuple[tuple[str, str, str], ...] = ()
+
+    def path_of(self, file: str) -> str:
+        """`file` of this component as a path relative to the checkpoint."""
+        return f"{self.name}/{file}" if self.name else file
+
+    def read_small(self, info: TensorInfo) -> bytes:
+        """The bytes of a tensor of at most `MAX_METADATA_TENSOR_BYTES`; raises ValueError for a larger one."""
+        if info.nbytes > MAX_METADATA_TENSOR_BYTES:
+            raise ValueError(f"{info.name} has {info.nbytes} bytes and is no metadata tensor")
+        return read_range(self.root / info.shard, info.start, info.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder (or one file) and its components. `absent_components` are listed as null in model_index.json."""
+
+    path: Path
+    components: tuple[Component, ...]
+    absent_components: tuple[str, ...] = field(default=())
+
+
+def read_json(root: Path, file: str) -> Any:
+    """Parsed `root/file`; raises InvalidCheckpointError naming the file and, for broken JSON, the place."""
+    try:
+        blob = (root / file).read_bytes()
+    except OSError as exc:
+        raise InvalidCheckpointError(f"cannot be read: {exc.strerror or exc}", file=file) from exc
+    try:
+        return msgspec.json.decode(blob)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise InvalidCheckpointError(f"is not valid JSON: {exc}", file=file) from exc
+
+
+def _read_config(root: Path, file: str) -> Mapping[str, Any]:
+    config = read_json(root, file)
+    if not isinstance(config, dict):
+        raise InvalidCheckpointError(f"must be a JSON object, found {type(config).__name__}", file=file)
+    return config
+
+
+def _confined(root: Path, shard: str, index: str, tensor: str) -> Path:
+    """`root/shard`, refused when it leaves the checkpoint. Hub caches link shards elsewhere: links may leave."""
+    pure = PurePosixPath(shard)
+    if pure.is_absolute() or ".." in pure.parts or "\0" in shard or not shard:
+        raise InvalidCheckpointError(
+            f"names the file {shard!r}, which is outside the checkpoint", file=index, key=f"weight_map.{tensor}"
+        )
+    return root / shard
+
+
+def _list(root: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(root))
+    except OSError as exc:
+        raise InvalidCheckpointError(f"cannot be listed: {exc.strerror or exc}", file=str(root)) from exc
+
+
+def _index_entries(root: Path, index: str) -> dict[str, str]:
+    content = read_json(root, index)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise InvalidCheckpointError("must hold an object that maps tensors to files", file=index, key="weight_map")
+    return weight_map
+
+
+def _open_component(checkpoint: Path, name: str, *, only_shard: str = "") -> Component:
+    folder = checkpoint / name if name else checkpoint
+    names = _list(folder)
+    prefix = f"{name}/" if name else ""
+    config_file = f"{prefix}config.json"
+    config = _read_config(checkpoint, config_file) if "config.json" in names and not only_shard else {}
+    files = {f: read_json(checkpoint, prefix + f) for f in METADATA_FILES if f in names and not only_shard}
+
+    listed: dict[str, tuple[str, str]] = {}  # tensor -> (index file, shard)
+    indexes = [] if only_shard else [n for n in names if n.endswith(".safetensors.index.json")]
+    for index in indexes:
+        for tensor, shard in _index_entries(checkpoint, prefix + index).items():
+            path = _confined(folder, shard, prefix + index, tensor)
+            if not path.is_file():
+                raise InvalidCheckpointError(
+                    f"names the file {shard!r}, which does not exist", file=prefix + index, key=f"weight_map.{tensor}"
+                )
+            listed.setdefault(tensor, (prefix + index, prefix + shard))
+    shards = sorted({shard for _, shard in listed.values()})
+    if only_shard:
+        shards = [only_shard]
+    elif not indexes:
+        shards = [prefix + n for n in names if n.endswith(".safetensors")]
+
+    tensors: dict[str, TensorInfo] = {}
+    metadata: dict[str, str] = {}
+    for shard in shards:
+        header = read_header(checkpoint, shard)
+        metadata.update(header.metadata)
+        for info in header.tensors:
+            first = tensors.setdefault(info.name, info)
+            if first is not info:
+                if listed.get(info.name, ("", ""))[1] == shard:
+                    tensors[info.name] = info
+                elif info.name not in listed:
+                    raise InvalidCheckpointError(f"is also in {first.shard}", file=shard, key=info.name)
+    absent = tuple((index, tensor, shard) for tensor, (index, shard) in listed.items() if tensor not in tensors)
+    return Component(name, checkpoint, config_file, config, files, tensors, metadata, tuple(shards), absent)
+
+
+def _pipeline_components(checkpoint: Path, names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Component folders that hold safetensors, and components that model_index.json lists as null."""
+    index = _read_config(checkpoint, "model_index.json")
+    present: list[str] = []
+    absent: list[str] = []
+    for key, value in index.items():
+        if key.startswith("_") or not isinstance(value, list):
+            continue
+        if PurePosixPath(key).name != key or key in (".", ".."):
+            raise InvalidCheckpointError("is not a folder name", file="model_index.json", key=key)
+        if all(item is None for item in value):
+            absent.append(key)
+        elif key in names and _has_shards(checkpoint / key):
+            present.append(key)
+    return present, absent
+
+
+def _has_shards(folder: Path) -> bool:
+    return folder.is_dir() and any(n.endswith((".safetensors", ".safetensors.index.json")) for n in _list(folder))
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a folder, a pipeline folder or one .safetensors file.
+
+    Raises InvalidCheckpointError when nothing readable is there or a config or shard is broken.
+    """
+    root = Path(path)
+    if root.is_file():
+        if root.suffix == ".gguf":
+            raise InvalidCheckpointError("GGUF files cannot be planned yet", file=root.name)
+        if root.suffix != ".safetensors":
+            raise InvalidCheckpointError("is neither a folder nor a .safetensors file", file=str(root))
+        return Checkpoint(root, (_open_component(root.parent, "", only_shard=root.name),))
+    if not root.is_dir():
+        raise InvalidCheckpointError("no such file or folder", file=str(root))
+    names = _list(root)
+    if "model_index.json" in names:
+        present, absent = _pipeline_components(root, names)
+        if not present:
+            raise InvalidCheckpointError("no listed component holds safetensors", file="model_index.json")
+        return Checkpoint(root, tuple(_open_component(root, name) for name in present), tuple(absent))
+    if not _has_shards(root):
+        nested = [n for n in names if (root / n).is_dir() and "config.json" in _list(root / n) and _has_shards(root / n)]
+        if nested and "config.json" not in names:
+            return Checkpoint(root, tuple(_open_component(root, name) for name in nested))
+        gguf = [n for n in names if n.endswith(".gguf")]
+        if gguf:
+            raise InvalidCheckpointError("GGUF files cannot be planned yet", file=gguf[0])
+        if "config.json" in names:
+            _read_config(root, "config.json")
+        raise InvalidCheckpointError("holds no safetensors file", file=str(root))
+    component = _open_component(root, "")
+    if "config.json" not in names and not component.files and not describes_itself(component):
+        raise InvalidCheckpointError("not found, and no file or tensor describes the quantization", file="config.json")
+    return Checkpoint(root, (component,))
+
+
+def describes_itself(component: Component) -> bool:
+    """True where shard metadata or marker tensors carry the quantization metadata (single-file exports)."""
+    keys = component.shard_metadata
+    if "quantization_config" in keys or "_quantization_metadata" in keys:
+        return True
+    return "scaled_fp8" in component.tensors or any(n.endswith(".comfy_quant") for n in component.tensors)

@@ -1,0 +1,207 @@
+"""compressed-tensors checkpoints (llm-compressor): groups of targets, each with its arguments, and an ignore list.
+
+Targets and ignore entries are exact names, `re:` patterns (re.match) or class names. An exact name wins over a
+pattern, a pattern over a class; an ignored module is never a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from omniplat.errors import UnsupportedOptionError
+from omniplat.formats.base import literal_matcher
+from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Rule
+from omniplat.formats.matching import AnyOf, Exact, Matcher, Nothing, Pattern, bounded_regex, compile_regex
+from omniplat.formats.metadata import Fields
+from omniplat.scheme import Scheme, TensorQuant, parse_weight_id
+
+#: Formats whose tensors are understood. "" and mixed-precision leave it to the groups.
+_FORMATS = frozenset(
+    {
+        *("", "dense", "mixed-precision", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
+        *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+    }
+)
+
+#: Class names that stand for every linear layer; others (attention, experts' containers) name no 2-D weight.
+_LINEAR_CLASSES = frozenset({"Linear", "LinearBase", "ParallelLMHead"})
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensorsFormat:
+    name: str = "compressed-tensors"
+
+    def claims(self, source: Fields) -> bool:
+        method = source.values.get("quant_method")
+        if method is None:
+            return "config_groups" in source.values and "producer" not in source.values
+        return method in ("compressed-tensors", "sparseml")
+
+    def read(self, source: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> Declaration:
+        overall = source.string("format")
+        _check_format(overall, source)
+        sparsity = source.child("sparsity_config")
+        if sparsity is not None and sparsity.string("format", "dense") != "dense":
+            _check_format(sparsity.string("format"), sparsity)
+        rules: list[Rule] = []
+        default = NOT_QUANTIZED
+        default_key = "config_groups"
+        for position, entry in enumerate(source.strings("ignore")):
+            rules.append(_ignore_rule(entry, position, source, parts_of))
+        for group, fields in source.children("config_groups"):
+            _check_format(fields.string("format", overall), fields)
+            declared = Declared(_scheme(fields))
+            for target in fields.strings("targets"):
+                key = f"config_groups.{group}.targets[{target!r}]"
+                if target in _LINEAR_CLASSES:
+                    default, default_key = declared, key
+                else:
+                    rules.append(_target_rule(key, target, declared, fields, parts_of))
+        return Declaration(self.name, source.file, default, (*rules, *_overridden(rules)), default_key=default_key)
+
+
+def _check_format(text: str, fields: Fields) -> None:
+    if text not in _FORMATS:
+        raise UnsupportedOptionError(
+            f"format {text!r} is none of {', '.join(sorted(filter(None, _FORMATS)))}",
+            file=fields.file,
+            key=fields.path("format"),
+        )
+
+
+def _ignore_rule(entry: str, position: int, source: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> Rule:
+    key = f"ignore[{entry!r}]"
+    if entry.startswith("re:"):
+        text = entry.removeprefix("re:")
+        where = source.path(f"ignore[{position}]")
+        producer: Matcher = Pattern(compile_regex(text, file=source.file, key=where))
+        return Rule(
+            key, "ignore", text, bounded_regex(text, file=source.file, key=where), producer, producer, NOT_QUANTIZED, -1
+        )
+    is_class = "." not in entry and entry[:1].isupper()
+    literal = literal_matcher(entry, parts_of)
+    return Rule(key, "ignore", entry, literal, literal, Exact(entry), NOT_QUANTIZED, -1, must_hit=not is_class)
+
+
+def _target_rule(
+    key: str, target: str, declared: Declared, fields: Fields, parts_of: Mapping[str, tuple[str, ...]]
+) -> Rule:
+    if target.startswith("re:"):
+        text = target.removeprefix("re:")
+        where = fields.path("targets")
+        producer: Matcher = Pattern(compile_regex(text, file=fields.file, key=where))
+        bounded = bounded_regex(text, file=fields.file, key=where)
+        return Rule(key, "targets", text, bounded, producer, producer, declared, rank=1)
+    is_class = "." not in target and target[:1].isupper()
+    if is_class:
+        nothing = Nothing()
+        return Rule(key, "targets", target, nothing, nothing, nothing, declared, rank=2, must_hit=False)
+    exact = Exact(target)
+    return Rule(key, "targets", target, AnyOf((exact, literal_matcher(target, parts_of))), exact, exact, declared)
+
+
+def _overridden(rules: list[Rule]) -> list[Rule]:
+    """A target that stands in two groups: the first wins for the producer, the last for engines that merge groups."""
+    seen: dict[str, Rule] = {}
+    last: list[Rule] = []
+    nothing = Nothing()
+    for rule in rules:
+        if rule.kind != "targets":
+            continue
+        first = seen.setdefault(rule.text, rule)
+        if first is not rule and first.declared != rule.declared:
+            last.append(replace(rule, producer=nothing, literal=nothing, rank=rule.rank - 1, must_hit=False))
+    return last
+
+
+def _scheme(group: Fields) -> Scheme:
+    weights = group.child("weights")
+    if weights is None:
+        return NOT_QUANTIZED.scheme
+    weight = _weight(weights)
+    inputs = group.child("input_activations")
+    return Scheme(weight, _activation(inputs) if inputs is not None else None)
+
+
+def _unknown(args: Fields, name: str, found: object) -> UnsupportedOptionError:
+    return UnsupportedOptionError(f"{found!r} is not known", file=args.file, key=args.path(name))
+
+
+def _element(args: Fields) -> tuple[str, int, str]:
+    """(type, bits, element) of QuantizationArgs."""
+    kind = args.string("type", "int").lower()
+    bits = args.integer("num_bits", 8)
+    if kind == "int" and 2 <= bits <= 8:
+        return kind, bits, f"{'int' if args.boolean('symmetric', True) else 'uint'}{bits}"
+    if kind == "float" and bits in (4, 8):
+        return kind, bits, "fp8_e4m3" if bits == 8 else "fp4_e2m1"
+    raise _unknown(args, "num_bits", f"{kind}{bits}")
+
+
+def _microscaled(args: Fields, bits: int, group: int, strategy: str) -> TensorQuant | None:
+    """NVFP4, MXFP4 and MXFP8 as compressed-tensors writes them; None for anything else."""
+    if bits == 4 and (strategy == "tensor_group" or group == 16):
+        return parse_weight_id("nvfp4")
+    if bits == 4 and group == 32:
+        return parse_weight_id("mxfp4")
+    if bits == 8 and group == 32 and args.string("scale_dtype").endswith("uint8"):
+        return parse_weight_id("mxfp8")
+    return None
+
+
+def _weight(args: Fields) -> TensorQuant:
+    kind, bits, element = _element(args)
+    group = args.integer("group_size", 0)
+    strategy = args.string("strategy") or ("group" if group > 0 else "tensor")
+    symmetric = args.boolean("symmetric", True)
+    if kind == "float":
+        named = _microscaled(args, bits, group, strategy)
+        if named is not None:
+            return named
+        symmetric = True
+    if strategy == "block":
+        shape = args.values.get("block_structure")
+        if isinstance(shape, str):
+            shape = [int(part) if part.isdigit() else 0 for part in shape.lower().split("x")]
+        if not (isinstance(shape, list) and len(shape) == 2 and all(isinstance(s, int) and s > 0 for s in shape)):
+            raise args.wrong("block_structure", "two positive integers")
+        return TensorQuant(element, "block", block=(shape[0], shape[1]), symmetric=symmetric)
+    if strategy == "group":
+        if group == -1:
+            return TensorQuant(element, "channel", symmetric=symmetric)
+        if group <= 0:
+            raise args.wrong("group_size", "a positive integer")
+        return TensorQuant(element, "group", group, symmetric=symmetric)
+    if strategy in ("channel", "tensor"):
+        return TensorQuant(element, strategy, symmetric=symmetric)
+    raise _unknown(args, "strategy", strategy)
+
+
+def _activation(args: Fields) -> TensorQuant:
+    kind, bits, element = _element(args)
+    group = args.integer("group_size", 0)
+    strategy = args.string("strategy") or ("group" if group > 0 else "tensor")
+    dynamic = args.values.get("dynamic", False) not in (False, None)
+    symmetric = args.boolean("symmetric", True)
+    if kind == "float":
+        named = _microscaled(args, bits, group, strategy)
+        if named is not None:
+            rule = "even" if named.is_microscaled else ""
+            return replace(named, dynamic=True, scale_rule=rule, rounding="nearest-even")
+        symmetric = True
+    # The element keeps its signed name: an activation id says asymmetric with a suffix.
+    quant = TensorQuant(
+        element.removeprefix("u"), "token", symmetric=symmetric, dynamic=dynamic, scale_rule="absmax",
+        rounding="nearest-even",
+    )
+    if strategy == "token" or strategy == "channel":
+        return quant
+    if strategy == "tensor":
+        return replace(quant, granularity="tensor")
+    if strategy == "group" and group > 0:
+        return replace(quant, granularity="group", group_size=group)
+    raise _unknown(args, "strategy", strategy)
+
+
+FORMAT = CompressedTensorsFormat()

@@ -1,0 +1,87 @@
+"""What metadata declares: values that a dialect's reader hands to the resolver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from omniplat.formats.matching import Matcher
+from omniplat.formats.resolved import DecidedBy
+from omniplat.scheme import UNQUANTIZED, Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A scheme as metadata declares it, and the conventions that headers alone cannot show.
+
+    `packing`      name of the integer packing (`gptq`, `awq`, ...), "" where the tensors show it.
+    `zero_offset`  added to a stored zero point (1 for GPTQ v1).
+    `missing_ok`   canonical roles whose absence does not make the tensors incomplete.
+    """
+
+    scheme: Scheme
+    packing: str = ""
+    zero_offset: int = 0
+    missing_ok: frozenset[str] = frozenset()
+
+    @property
+    def quantizes(self) -> bool:
+        return not self.scheme.is_unquantized
+
+
+NOT_QUANTIZED = Declared(UNQUANTIZED)
+
+#: Readings of a rule, most trusted first. `producer`: as the tool that wrote it matches; `literal`: its text taken
+#: as names bounded by dots; `consumer`: as the engine that loads it matches.
+READINGS = ("producer", "literal", "consumer")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One entry of a list in the metadata.
+
+    `key`       its place and text, such as `ignore['re:.*gate$']`; what findings show.
+    `kind`      the list it stands in ("ignore", "targets", "extra_config"): lists are checked for hits together.
+    `literal`, `producer`, `consumer`   matchers of the three readings.
+    `declared`  what it assigns to the modules that it matches.
+    `rank`      lower ranks win (an exact name before a pattern before a class); within a rank, listed order.
+    `must_hit`  False for entries that legitimately name nothing (class names, tool defaults).
+    """
+
+    key: str
+    kind: str
+    text: str
+    literal: Matcher
+    producer: Matcher
+    consumer: Matcher
+    declared: Declared
+    rank: int = 0
+    must_hit: bool = True
+
+    def matcher(self, reading: str) -> Matcher:
+        if reading == "literal":
+            return self.literal
+        return self.producer if reading == "producer" else self.consumer
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """Everything that one component's metadata declares.
+
+    `default`      what modules have that no rule names: a scheme, or `NOT_QUANTIZED` for a whitelist.
+    `scope`        matches the modules that the default covers; None: all of them.
+    `speaks_of_all`  True when a 16-bit module inside the scope that no rule excludes contradicts the metadata;
+                     False for dialects that leave out modules without listing them.
+    """
+
+    format: str
+    file: str
+    default: Declared
+    rules: tuple[Rule, ...] = ()
+    scope: Matcher | None = None
+    scope_key: str = ""
+    speaks_of_all: bool = True
+    default_key: str = ""
+    notes: tuple[str, ...] = field(default=())
+
+    def decided_by_default(self) -> DecidedBy:
+        return DecidedBy(self.file, self.default_key or "default")

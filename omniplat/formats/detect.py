@@ -1,0 +1,104 @@
+"""Which dialect a component's metadata is written in, and what other metadata files say about the same thing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from omniplat.checkpoint.folder import Component
+from omniplat.errors import InvalidCheckpointError, UnsupportedOptionError
+from omniplat.findings import Finding, finding
+from omniplat.formats.base import Format
+from omniplat.formats.declared import Declaration
+from omniplat.formats.metadata import Fields, metadata_sources
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Metadata of one component: `declaration` is None where there is none, or where it cannot be used."""
+
+    declaration: Declaration | None
+    format: str
+    findings: tuple[Finding, ...]
+    has_metadata: bool
+
+
+def read_metadata(component: Component, formats: Sequence[Format], parts_of: Mapping[str, tuple[str, ...]]) -> Read:
+    """Find, claim and read a component's metadata. Nothing here raises: what cannot be read is a finding."""
+    try:
+        sources = metadata_sources(component)
+    except InvalidCheckpointError as exc:
+        return Read(None, "", (_unreadable(exc, component),), True)
+    claimed: list[tuple[Fields, Format]] = []
+    unclaimed: list[Fields] = []
+    for source in sources:
+        owner = next((item for item in formats if item.claims(source)), None)
+        if owner is not None:
+            claimed.append((source, owner))
+        else:
+            unclaimed.append(source)
+    if not claimed:
+        return Read(None, "", tuple(_unknown(source, component, formats) for source in unclaimed), bool(sources))
+    source, owner = claimed[0]
+    try:
+        declaration = owner.read(source, parts_of)
+    except InvalidCheckpointError as exc:
+        return Read(None, owner.name, (_unreadable(exc, component),), True)
+    findings = [_unknown(other, component, formats) for other in unclaimed if "quant_method" in other.values]
+    for other, other_owner in claimed[1:]:
+        conflict = _conflict(declaration, other, other_owner, component, parts_of)
+        if conflict is not None:
+            findings.append(conflict)
+    return Read(declaration, owner.name, tuple(findings), True)
+
+
+def _unreadable(exc: InvalidCheckpointError, component: Component) -> Finding:
+    code = "unsupported-option" if isinstance(exc, UnsupportedOptionError) else "metadata-unreadable"
+    return finding(code, exc.message, component=component.name, file=exc.file, rule=exc.key)
+
+
+def _unknown(source: Fields, component: Component, formats: Sequence[Format]) -> Finding:
+    method = source.values.get("quant_method")
+    known = ", ".join(sorted(item.name for item in formats))
+    named = f"unknown quantization method {method!r}" if method is not None else "quantization metadata of no known kind"
+    return finding(
+        "unknown-format",
+        f"{source.file}: {named}; known: {known}",
+        component=component.name,
+        file=source.file,
+        rule=source.path("quant_method"),
+    )
+
+
+def _conflict(
+    used: Declaration, other: Fields, owner: Format, component: Component, parts_of: Mapping[str, tuple[str, ...]]
+) -> Finding | None:
+    """A finding when a second metadata file declares something else than the one that is used."""
+    try:
+        declaration = owner.read(other, parts_of)
+    except InvalidCheckpointError as exc:
+        difference = f"cannot be used ({exc.problem})"
+    else:
+        difference = _difference(used, declaration)
+    if not difference:
+        return None
+    return finding(
+        "metadata-conflict",
+        f"{other.file} {difference}; {used.file} was used",
+        component=component.name,
+        file=other.file,
+        fix=f"make {other.file} agree with {used.file}, or remove it",
+    )
+
+
+def _difference(used: Declaration, other: Declaration) -> str:
+    if used.format != other.format:
+        return f"is written for {other.format}, {used.file} for {used.format}"
+    if used.default.scheme.id != other.default.scheme.id:
+        return f"declares {other.default.scheme.id}, {used.file} declares {used.default.scheme.id}"
+    mine = {(rule.kind, rule.text): rule.declared.scheme.id for rule in used.rules}
+    theirs = {(rule.kind, rule.text): rule.declared.scheme.id for rule in other.rules}
+    if mine != theirs:
+        names = sorted(text for _, text in set(mine.items()) ^ set(theirs.items()) for _, text in [_])
+        return f"lists other modules ({', '.join(dict.fromkeys(names[:3]))}{', ...' if len(names) > 3 else ''})"
+    return ""

@@ -1,0 +1,62 @@
+"""GPTQ checkpoints (AutoGPTQ, GPTQModel, AutoRound's `auto_gptq` export): one integer scheme and `dynamic` rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from omniplat.errors import UnsupportedOptionError
+from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Rule
+from omniplat.formats.matching import Pattern, compile_regex
+from omniplat.formats.metadata import Fields
+from omniplat.scheme import Scheme, TensorQuant
+
+
+@dataclass(frozen=True, slots=True)
+class GptqFormat:
+    name: str = "gptq"
+
+    def claims(self, source: Fields) -> bool:
+        method = source.values.get("quant_method")
+        if method is None:
+            return {"bits", "group_size", "desc_act"} <= source.values.keys()
+        return method in ("gptq", "gptq_marlin", "auto_gptq")
+
+    def read(self, source: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> Declaration:
+        checkpoint_format = source.string("checkpoint_format") or source.string("format") or "gptq"
+        if checkpoint_format not in ("gptq", "gptq_v2"):
+            raise UnsupportedOptionError(
+                f"{checkpoint_format!r} is neither gptq nor gptq_v2", file=source.file, key=source.path("checkpoint_format")
+            )
+        offset = 0 if checkpoint_format == "gptq_v2" else 1
+        default = Declared(_scheme(source, source), "gptq", offset, missing_ok=frozenset({"group_index"}))
+        rules = []
+        for index, (key, override) in enumerate(source.children("dynamic")):
+            skip = key.startswith("-:")
+            text = key.removeprefix("-:").removeprefix("+:")
+            pattern = Pattern(compile_regex(text, file=source.file, key=override.key), "match")
+            declared = NOT_QUANTIZED if skip else replace(default, scheme=_scheme(override, source))
+            rules.append(Rule(f"dynamic[{key!r}]", "dynamic", text, pattern, pattern, pattern, declared, rank=index))
+        return Declaration(
+            self.name,
+            source.file,
+            default,
+            tuple(rules),
+            speaks_of_all=False,
+            default_key=f"bits={source.integer('bits', 4)}, group_size={source.integer('group_size', 128)}",
+        )
+
+
+def _scheme(override: Fields, base: Fields) -> Scheme:
+    bits = override.integer("bits", base.integer("bits", 4))
+    group = override.integer("group_size", base.integer("group_size", 128))
+    symmetric = override.boolean("sym", base.boolean("sym", True))
+    if not 2 <= bits <= 8:
+        raise UnsupportedOptionError(f"{bits} bits are not known", file=override.file, key=override.path("bits"))
+    element = f"{'int' if symmetric else 'uint'}{bits}"
+    if group > 0:
+        return Scheme(TensorQuant(element, "group", group, symmetric=symmetric))
+    return Scheme(TensorQuant(element, "channel", symmetric=symmetric))
+
+
+FORMAT = GptqFormat()

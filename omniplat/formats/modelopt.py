@@ -1,0 +1,120 @@
+"""NVIDIA ModelOpt checkpoints: one `quant_algo` with an exclusion list, or a whitelist of layers (MIXED_PRECISION).
+
+Two spellings of the same content exist: flat in config.json (`ignore`) and nested in hf_quant_config.json
+(`quantization.exclude_modules`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from omniplat.errors import UnsupportedOptionError
+from omniplat.formats.base import literal_matcher
+from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Rule
+from omniplat.formats.matching import Exact, Prefix, bounded_glob, glob
+from omniplat.formats.metadata import Fields
+from omniplat.scheme import Scheme, TensorQuant, parse_activation_id, parse_weight_id
+
+#: quant_algo -> (weight id, activation id); `{g}` is the group size. The keys are upper case; ModelOpt writes
+#: the names it has no alias for in lower case.
+_ALGORITHMS: dict[str, tuple[str, str]] = {
+    "FP8": ("fp8-tensor", "fp8-tensor-static"),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("fp8-channel", "fp8-token"),
+    "FP8_PB_WO": ("fp8-block128x128", "a16"),
+    "NVFP4": ("nvfp4", "nvfp4"),
+    "NVFP4_AWQ": ("nvfp4", "nvfp4"),
+    "W4A16_NVFP4": ("nvfp4", "a16"),
+    "W4A8_NVFP4_FP8": ("nvfp4", "fp8-tensor-static"),
+    "MXFP8": ("mxfp8", "mxfp8"),
+    "MXFP4": ("mxfp4", "mxfp4"),
+    "W4A8_MXFP4_FP8": ("mxfp4", "fp8-tensor-static"),
+    "W4A16_AWQ": ("int4-g{g}", "a16"),
+    "W4A8_AWQ": ("int4-g{g}", "fp8-tensor-static"),
+    "W8A16": ("int8-channel", "a16"),
+    "W8A8_SQ_PER_CHANNEL": ("int8-channel", "int8-tensor-static"),
+}
+_DEFAULT_GROUP = 128
+MIXED = "MIXED_PRECISION"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptFormat:
+    name: str = "modelopt"
+
+    def claims(self, source: Fields) -> bool:
+        method = source.values.get("quant_method")
+        if isinstance(method, str):
+            return method.lower().startswith("modelopt")
+        producer = source.values.get("producer")
+        return isinstance(producer, dict) and producer.get("name") == "modelopt"
+
+    def read(self, source: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> Declaration:
+        nested = source.child("quantization")
+        fields = nested if nested is not None else source
+        algorithm = fields.string("quant_algo")
+        rules = [_exclude_rule(name, entry, parts_of) for name in ("ignore", "exclude_modules") for entry in fields.strings(name)]
+        if algorithm.upper() == MIXED:
+            layers = list(fields.children("quantized_layers"))
+            if not layers:
+                raise UnsupportedOptionError(
+                    "MIXED_PRECISION lists no layers", file=fields.file, key=fields.path("quantized_layers")
+                )
+            rules += [_layer_rule(name, layer, parts_of) for name, layer in layers]
+            return Declaration(self.name, source.file, NOT_QUANTIZED, tuple(rules), default_key="quantized_layers")
+        declared = _declared(algorithm, fields, source)
+        return Declaration(self.name, source.file, declared, tuple(rules), default_key=f"quant_algo={algorithm}")
+
+
+def _declared(algorithm: str, fields: Fields, source: Fields) -> Declared:
+    try:
+        weight, activation = _ALGORITHMS[algorithm.upper()]
+    except KeyError:
+        raise UnsupportedOptionError(
+            f"quant_algo {algorithm!r} is none of {', '.join(sorted((*_ALGORITHMS, MIXED)))}",
+            file=fields.file,
+            key=fields.path("quant_algo"),
+        ) from None
+    if _weight_only(source):
+        activation = "a16"
+    group = fields.integer("group_size", _DEFAULT_GROUP) or _DEFAULT_GROUP
+    quant = parse_activation_id(activation)
+    if quant is not None:
+        quant = _with_rules(quant)
+    return Declared(Scheme(parse_weight_id(weight.format(g=group)), quant))
+
+
+def _with_rules(quant: TensorQuant) -> TensorQuant:
+    """ModelOpt's run-time quantizer: MX scales round up so that the largest value never saturates."""
+    from dataclasses import replace
+
+    if quant.is_microscaled:
+        return replace(quant, scale_rule="rceil", rounding="nearest-even")
+    return replace(quant, scale_rule="absmax" if quant.dynamic else "", rounding="nearest-even")
+
+
+def _weight_only(source: Fields) -> bool:
+    """True when every group spells out that activations are not quantized."""
+    groups = [group for _, group in source.children("config_groups")]
+    return bool(groups) and all(
+        "input_activations" in group.values and group.values["input_activations"] is None for group in groups
+    )
+
+
+def _exclude_rule(kind: str, entry: str, parts_of: Mapping[str, tuple[str, ...]]) -> Rule:
+    key = f"{kind}[{entry!r}]"
+    if any(char in entry for char in "*?["):
+        matcher = glob(entry)
+        return Rule(key, "ignore", entry, bounded_glob(entry), matcher, matcher, NOT_QUANTIZED, -1)
+    literal = literal_matcher(entry, parts_of)
+    # Engines test the entry as a substring; a rooted name can only overreach behind its end.
+    return Rule(key, "ignore", entry, literal, literal, Prefix(entry), NOT_QUANTIZED, -1)
+
+
+def _layer_rule(name: str, layer: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> Rule:
+    declared = _declared(layer.string("quant_algo"), layer, layer)
+    literal = literal_matcher(name, parts_of)
+    return Rule(f"quantized_layers[{name!r}]", "quantized_layers", name, literal, literal, Exact(name), declared)
+
+
+FORMAT = ModelOptFormat()

@@ -1,0 +1,399 @@
+"""Resolving one component: rules in the checkpoint's own names, headers as the arbiter, findings for the rest.
+
+For every module each reading of the rules gives a declaration. The first reading whose declaration agrees with
+what the headers show is taken. Where readings differ, or none agrees, a finding says so; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from omniplat.checkpoint.folder import Component
+from omniplat.checkpoint.modules import Module, group_modules
+from omniplat.findings import Finding, finding
+from omniplat.formats.declared import NOT_QUANTIZED, READINGS, Declaration, Declared, Rule
+from omniplat.formats.detect import Read
+from omniplat.formats.matching import ModuleIndex
+from omniplat.formats.recognise import QUANT_LEAVES, Stored, recognise
+from omniplat.formats.resolved import DecidedBy, ResolvedModule
+from omniplat.models.names import is_embedding, is_norm, keeps_float
+from omniplat.scheme import UNQUANTIZED, Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """Every module of a component that has a matrix, and what was found on the way."""
+
+    component: Component
+    format: str
+    modules: tuple[ResolvedModule, ...]
+    findings: tuple[Finding, ...]
+    index: ModuleIndex
+
+
+@dataclass(slots=True)
+class _Choice:
+    """The declaration taken for one module, under which reading, and how the headers look in its light."""
+
+    declared: Declared
+    rule: Rule | None
+    reading: str
+    stored: Stored
+    agrees: bool
+
+
+@dataclass(slots=True)
+class _Notes:
+    """Modules collected per kind of finding while modules are resolved one by one."""
+
+    overreach: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    differ: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    contradict: dict[tuple[str, str, str, str], set[str]] = field(default_factory=lambda: defaultdict(set))
+    missing: dict[tuple[str, ...], set[str]] = field(default_factory=lambda: defaultdict(set))
+    unexpected: dict[tuple[str, ...], set[str]] = field(default_factory=lambda: defaultdict(set))
+    group: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    inferred: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+
+def resolve_component(component: Component, read: Read) -> Resolution:
+    """Resolve every module of `component`; `read` is its metadata."""
+    modules = group_modules(component.tensors.values())
+    index = ModuleIndex(modules)
+    resolver = _Resolver(component, read, index)
+    resolved = [item for module in modules.values() if (item := resolver.resolve(module)) is not None]
+    findings = (*read.findings, *_absent_tensors(component), *resolver.findings())
+    return Resolution(component, read.format, tuple(sorted(resolved, key=lambda m: m.name)), findings, index)
+
+
+def _absent_tensors(component: Component) -> list[Finding]:
+    by_index: dict[str, list[str]] = defaultdict(list)
+    for index, tensor, _ in component.index_absent:
+        by_index[index].append(tensor)
+    return [
+        finding(
+            "index-names-absent-tensor",
+            f"{index} lists {len(names)} tensor(s) that their shards do not contain, such as {min(names)}",
+            component=component.name,
+            file=index,
+            modules={name.rpartition(".")[0] or name for name in names},
+        )
+        for index, names in by_index.items()
+    ]
+
+
+class _Resolver:
+    """State of one component's resolution: rule hits by reading, recognised signatures, collected notes."""
+
+    def __init__(self, component: Component, read: Read, index: ModuleIndex) -> None:
+        self._component = component
+        self._declaration = read.declaration
+        self._has_metadata = read.has_metadata
+        self._index = index
+        self._notes = _Notes()
+        self._recognised: dict[tuple[object, Declared | None], Stored | None] = {}
+        self._hits: dict[str, dict[str, frozenset[str]]] = {}
+        self._assigned: dict[str, dict[str, Rule]] = {reading: {} for reading in READINGS}
+        self._scope: frozenset[str] | None = None
+        self._rules: dict[str, Rule] = {}
+        if read.declaration is not None:
+            self._assign(read.declaration)
+
+    def _assign(self, declaration: Declaration) -> None:
+        for rule in sorted(declaration.rules, key=lambda item: item.rank):
+            self._rules.setdefault(rule.key, rule)
+            hits = {reading: frozenset(rule.matcher(reading).hits(self._index)) for reading in READINGS}
+            self._hits.setdefault(rule.key, hits)
+            for reading, names in hits.items():
+                assigned = self._assigned[reading]
+                for name in names:
+                    assigned.setdefault(name, rule)
+        if declaration.scope is not None:
+            self._scope = frozenset(declaration.scope.hits(self._index))
+
+    def resolve(self, module: Module) -> ResolvedModule | None:
+        """The resolved module; None where it has no matrix (norms, convolutions, tables)."""
+        first = self._recognise(module, None)
+        if first is None:
+            self._note_orphans(module)
+            return None
+        if not first.quantized and (is_embedding(module.name) or is_norm(module.name)) and not first.unexplained:
+            return None
+        declaration = self._declaration
+        if declaration is None:
+            return self._from_headers(module, first)
+        choice = self._choose(module, declaration)
+        problems = self._note_state(module, choice)
+        return self._build(module, choice, problems)
+
+    # -- choosing a reading -------------------------------------------------------------------------
+
+    def _recognise(self, module: Module, hint: Declared | None) -> Stored | None:
+        key = (module.signature, hint)
+        if key not in self._recognised:
+            self._recognised[key] = recognise(module.leaves, hint)
+        return self._recognised[key]
+
+    def _declared_for(self, name: str, reading: str, declaration: Declaration) -> tuple[Declared, Rule | None]:
+        rule = self._assigned[reading].get(name)
+        if rule is not None:
+            return rule.declared, rule
+        if self._scope is not None and name not in self._scope:
+            return NOT_QUANTIZED, None
+        return declaration.default, None
+
+    def _choose(self, module: Module, declaration: Declaration) -> _Choice:
+        options = {reading: self._declared_for(module.name, reading, declaration) for reading in READINGS}
+        choice: _Choice | None = None
+        disagreeing: list[tuple[str, Rule | None]] = []
+        for reading in READINGS:
+            declared, rule = options[reading]
+            stored = self._recognise(module, declared)
+            assert stored is not None  # a module that has a matrix has one under every hint
+            if not _agrees(declared, stored):
+                disagreeing.append((reading, rule))
+            elif choice is None:
+                choice = _Choice(declared, rule, reading, stored, True)
+        if choice is None:
+            return self._contradicted(module, options)
+        for _, rule in disagreeing:
+            self._note_reading(module.name, rule, choice)
+        if not disagreeing and len({id(rule) for _, rule in options.values()}) == 1:
+            choice.reading = ""
+        return choice
+
+    def _contradicted(self, module: Module, options: Mapping[str, tuple[Declared, Rule | None]]) -> _Choice:
+        """No reading agrees with the headers: keep the producer's, and look at the tensors with the best hint."""
+        declared, rule = options[READINGS[0]]
+        hints = [option for option, _ in options.values() if option.quantizes]
+        default = self._declaration.default if self._declaration is not None else NOT_QUANTIZED
+        hint = next(iter(hints), default if default.quantizes else None)
+        stored = self._recognise(module, hint)
+        assert stored is not None
+        return _Choice(declared, rule, READINGS[0], stored, False)
+
+    def _note_reading(self, name: str, rule: Rule | None, choice: _Choice) -> None:
+        """One reading disagrees with the headers where another agrees: too wide, or not understood."""
+        if rule is not None and rule is not choice.rule and name not in self._hits[rule.key]["literal"]:
+            self._notes.overreach[rule.key].add(name)
+            return
+        blamed = choice.rule or rule
+        if blamed is not None:
+            self._notes.differ[blamed.key].add(name)
+
+    # -- what is wrong with one module --------------------------------------------------------------
+
+    def _note_state(self, module: Module, choice: _Choice) -> tuple[str, ...]:
+        stored, name = choice.stored, module.name
+        problems: list[str] = []
+        if stored.quantized and stored.missing:
+            self._notes.missing[stored.missing].add(name)
+            problems.append(f"missing {', '.join(stored.missing)}")
+        if stored.group_problem:
+            self._notes.group[stored.group_problem].add(name)
+            problems.append(stored.group_problem)
+        if stored.problem:
+            self._note_contradiction("error", stored.problem, name, choice)
+            problems.append(stored.problem)
+        elif not choice.agrees and not stored.missing:
+            self._contradiction(name, choice)
+        if stored.unexplained:
+            self._notes.unexpected[stored.unexplained].add(name)
+        return tuple(problems)
+
+    def _contradiction(self, name: str, choice: _Choice) -> None:
+        declared, stored = choice.declared, choice.stored
+        if not stored.quantized:
+            silent = self._declaration is not None and not self._declaration.speaks_of_all and choice.rule is None
+            if silent or (choice.rule is None and keeps_float(name)):
+                return
+            message = f"declared {declared.scheme.id}, stored in 16 or 32 bit: unquantized"
+        elif not declared.quantizes:
+            message = f"declared unquantized, stored {_stored_id(stored)}: quantized"
+        else:
+            message = f"declared {declared.scheme.weight_id}, stored {_stored_id(stored)}: the tensors decide"
+        self._note_contradiction("warning", message, name, choice)
+
+    def _note_contradiction(self, severity: str, message: str, name: str, choice: _Choice) -> None:
+        place = self._place(name, choice)
+        self._notes.contradict[(severity, place.file, place.rule, message)].add(name)
+
+    def _place(self, name: str, choice: _Choice) -> DecidedBy:
+        declaration = self._declaration
+        if declaration is None:
+            return DecidedBy("", "headers")
+        if choice.rule is not None:
+            return DecidedBy(declaration.file, choice.rule.key, choice.reading)
+        if self._scope is not None and name not in self._scope:
+            return DecidedBy(declaration.file, f"outside {declaration.scope_key}", choice.reading)
+        return DecidedBy(declaration.file, declaration.default_key or "default", choice.reading)
+
+    def _note_orphans(self, module: Module) -> None:
+        orphans = tuple(leaf for leaf in module.leaves if leaf in QUANT_LEAVES)
+        if orphans:
+            self._notes.unexpected[orphans].add(module.name)
+
+    # -- results ------------------------------------------------------------------------------------
+
+    def _from_headers(self, module: Module, stored: Stored) -> ResolvedModule:
+        hint = _hint_from_headers(module, stored)
+        if hint is not None:
+            stored = self._recognise(module, hint) or stored
+        choice = _Choice(hint or NOT_QUANTIZED, None, "", stored, True)
+        problems = self._note_state(module, choice)
+        if stored.quantized and stored.weight is not None:
+            self._notes.inferred[_stored_id(stored)].add(module.name)
+        return self._build(module, choice, problems)
+
+    def _build(self, module: Module, choice: _Choice, problems: tuple[str, ...]) -> ResolvedModule:
+        stored = choice.stored
+        if not stored.quantized:
+            status, scheme = "unquantized", UNQUANTIZED
+        else:
+            status = "ok" if stored.complete else "invalid"
+            weight = stored.weight or choice.declared.scheme.weight
+            scheme = Scheme(weight, self._activation(choice), stored.pre_scale)
+        codes = module.leaves[stored.leaves["codes"]] if "codes" in stored.leaves else None
+        return ResolvedModule(
+            module.name,
+            self._component.name,
+            choice.declared.scheme if self._declaration is not None else None,
+            scheme,
+            stored.storage,
+            stored.out_features,
+            stored.in_features,
+            {role: module.leaves[leaf] for role, leaf in stored.leaves.items()},
+            self._place(module.name, choice),
+            status,
+            stored.experts,
+            codes.dtype if codes is not None else "",
+            problems,
+        )
+
+    def _activation(self, choice: _Choice):  # type: ignore[no-untyped-def]
+        """Declared activation; for a weight that contradicts its rule, the default's if that weight is the same."""
+        if choice.declared.quantizes:
+            return choice.declared.scheme.activation
+        default = self._declaration.default if self._declaration is not None else NOT_QUANTIZED
+        same = default.quantizes and choice.stored.weight is not None and _agrees(default, choice.stored)
+        return default.scheme.activation if same else None
+
+    def findings(self) -> list[Finding]:
+        notes, component = self._notes, self._component.name
+        file = self._declaration.file if self._declaration is not None else ""
+        found: list[Finding] = []
+        for key, names in sorted(notes.overreach.items()):
+            found.append(
+                finding(
+                    "rule-overreach",
+                    f"{key} also matches {len(names)} module(s) that it does not name; their tensors decided",
+                    component=component, file=file, rule=key, modules=names,
+                    fix="end the entry where the module's name ends",
+                )
+            )  # fmt: skip
+        for key, names in sorted(notes.differ.items()):
+            found.append(
+                finding(
+                    "rule-readings-differ",
+                    f"{key} means different things to the tool that wrote it and to the engines that read it; "
+                    f"the tensors of {len(names)} module(s) decided",
+                    component=component, file=file, rule=key, modules=names, fix=_unambiguous(self._rules.get(key)),
+                )
+            )  # fmt: skip
+        for (severity, where, rule, message), names in sorted(notes.contradict.items()):
+            found.append(
+                finding("tensors-contradict-config", message, severity=severity, component=component, file=where,
+                        rule=rule, modules=names)
+            )  # fmt: skip
+        for leaves, names in sorted(notes.missing.items()):
+            example = f"{min(names)}.{leaves[0]}"
+            found.append(
+                finding("missing-tensor", f"{example} is in no shard (needed: {', '.join(leaves)})",
+                        component=component, modules=names)
+            )  # fmt: skip
+        for leaves, names in sorted(notes.unexpected.items()):
+            found.append(
+                finding("unexpected-tensor", f"no role explains {', '.join(leaves)} of {min(names)}",
+                        component=component, modules=names)
+            )  # fmt: skip
+        for problem, names in sorted(notes.group.items()):
+            found.append(finding("group-not-divisible", problem, component=component, modules=names))
+        for scheme, names in sorted(notes.inferred.items()):
+            found.append(
+                finding("inferred-from-headers", f"no metadata; the tensors show {scheme}", component=component,
+                        modules=names)
+            )  # fmt: skip
+        return found + self._unmatched()
+
+    def _unmatched(self) -> list[Finding]:
+        """Rules that hit nothing; an error when no rule of their list hits anything."""
+        by_list: dict[str, list[Rule]] = defaultdict(list)
+        for rule in self._rules.values():
+            if rule.must_hit:
+                by_list[rule.kind].append(rule)
+        found: list[Finding] = []
+        for kind, rules in by_list.items():
+            idle = [rule for rule in rules if not any(self._hits[rule.key].values())]
+            excused = [rule for rule in idle if self._is_tied_head(rule)]
+            reported = [rule for rule in idle if rule not in excused]
+            severity = "error" if reported and len(idle) == len(rules) else "warning"
+            for rule in reported:
+                found.append(
+                    finding(
+                        "rule-matches-nothing", f"{rule.key} matches no module of this checkpoint under any reading",
+                        severity=severity, component=self._component.name,
+                        file=self._declaration.file if self._declaration else "", rule=rule.key,
+                        fix=self._nearest(rule),
+                    )
+                )  # fmt: skip
+        return found
+
+    def _is_tied_head(self, rule: Rule) -> bool:
+        """lm_head needs no tensor of its own when the embedding is tied."""
+        if rule.text.rpartition(".")[2].removesuffix("$") != "lm_head":
+            return False
+        config = self._component.config
+        text = config.get("text_config")
+        tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
+        return tied is not False
+
+    def _nearest(self, rule: Rule) -> str:
+        """A module that shares the longest dotted suffix with a literal entry, as a suggestion."""
+        parts = rule.text.split(".")
+        for start in range(1, len(parts)):
+            tail = ".".join(parts[start:])
+            near = next((name for name in self._index.names if name == tail or name.endswith("." + tail)), "")
+            if near:
+                return f"did it mean {near}?"
+        return "remove it, or write it in the checkpoint's own names"
+
+
+def _agrees(declared: Declared, stored: Stored) -> bool:
+    """True when the headers show what is declared."""
+    if not declared.quantizes:
+        return not stored.quantized
+    return stored.quantized and stored.weight is not None and _stored_id(stored) == declared.scheme.weight_id
+
+
+def _stored_id(stored: Stored) -> str:
+    return Scheme(stored.weight).weight_id if stored.weight is not None else "something unknown"
+
+
+def _hint_from_headers(module: Module, stored: Stored) -> Declared | None:
+    """Activation that scales beside the weight imply, where there is no metadata to ask."""
+    if stored.weight is None or not stored.quantized:
+        return None
+    scheme = Scheme(stored.weight)
+    if stored.weight.second_scale == "global" and {"input_scale", "input_global_scale"} & module.leaves.keys():
+        scheme = Scheme.parse(f"{scheme.weight_id}/nvfp4")
+    elif stored.weight.element == "fp8_e4m3" and {"input_scale", "scale_input"} & module.leaves.keys():
+        scheme = Scheme.parse(f"{scheme.weight_id}/fp8-tensor-static")
+    return Declared(scheme)
+
+
+def _unambiguous(rule: Rule | None) -> str:
+    if rule is None or rule.kind != "extra_config":
+        return "write the modules' full names"
+    path = rule.text.strip(".").replace(".", r"\.")
+    return rf"use the key '.*{path}'" if not rule.text.startswith(".*") else "write the modules' full names"
