@@ -1,0 +1,1 @@
+"""The cpu backend: every scheme, computed by torch in float32."""

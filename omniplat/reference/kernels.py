@@ -1,0 +1,157 @@
+"""Kernel classes of the cpu backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
+from omniplat.layer import LayerSpec
+from omniplat.reference import ops as _ops  # registers the operators
+from omniplat.reference.linear import splits_for
+from omniplat.runtime.kernel import LinearKernel, MoeKernel, Prepared
+from omniplat.runtime.tensors import WeightTensors
+from omniplat.scheme import ELEMENT_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """Role names in the order of the operator's tensor list, the scheme as JSON, and `splits` (see `linear`)."""
+
+    names: tuple[str, ...]
+    scheme: str
+    out_features: int
+    in_features: int
+    splits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """As LinearConfig; names carry the prefix `w13_` or `w2_`."""
+
+    names: tuple[str, ...]
+    w13_scheme: str
+    w2_scheme: str
+    experts: int
+
+
+class DequantLinear(LinearKernel[LinearConfig]):
+    """Every scheme: rows of the weight are decoded to float32 a tile at a time, inside the operator.
+
+    Keeps the canonical tensors as they are, so a layer is as large as its stored weight.
+    """
+
+    name: ClassVar[str] = "dequant_linear"
+    config_type = LinearConfig
+
+    def prepare(self, weight: WeightTensors, spec: LayerSpec) -> Prepared[LinearConfig]:
+        """Raises InvalidCheckpointError for NaN codes, UnsupportedCombinationError for opaque elements."""
+        _check(weight, spec, self.name)
+        return self._prepared(weight, 0)
+
+    def _prepared(self, weight: WeightTensors, splits: int) -> Prepared[LinearConfig]:
+        tensors = {name: tensor for name, tensor in weight.tensors.items() if name != "bias"}
+        scheme = _ops.encode_scheme(weight.scheme)
+        config = LinearConfig(tuple(tensors), scheme, weight.out_features, weight.in_features, splits)
+        return Prepared(tensors, config)
+
+    def apply(
+        self,
+        config: LinearConfig,
+        tensors: Mapping[str, torch.Tensor],
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        workspace: torch.Tensor | None,
+    ) -> torch.Tensor:
+        held = [tensors[name] for name in config.names]
+        names = list(config.names)
+        y: torch.Tensor = torch.ops.omniplat.reference_linear(
+            x, held, bias, names, config.scheme, config.out_features, config.splits, out_dtype
+        )
+        return y
+
+
+class Int8Linear(DequantLinear):
+    """Integer weights of up to 8 bits with one scale per row, and symmetric integer activations.
+
+    Codes are multiplied exactly: with the CPU's int8 products where those do not saturate, else in float32 over
+    pieces of K so short that every sum is exact.
+    """
+
+    name: ClassVar[str] = "int8_linear"
+
+    def prepare(self, weight: WeightTensors, spec: LayerSpec) -> Prepared[LinearConfig]:
+        quant, activation = weight.scheme.weight, weight.scheme.activation
+        if (
+            not quant.element.startswith("int")
+            or quant.bits == 4
+            or quant.granularity not in ("tensor", "channel")
+            or "zero_point" in weight.tensors
+            or activation is None
+            or not activation.symmetric
+            or not activation.element.startswith("int")
+            or activation.granularity not in ("token", "tensor")
+        ):
+            raise UnsupportedCombinationError(
+                "cpu", spec.op, weight.scheme.id, [spec.name], [f"{self.name}  needs integer codes on both sides"]
+            )
+        return self._prepared(weight, splits_for(weight.tensors["codes"], 2 ** (activation.bits - 1)))
+
+
+class ExpertLoop(MoeKernel[MoeConfig]):
+    """Every scheme, one expert at a time."""
+
+    name: ClassVar[str] = "expert_loop"
+    config_type = MoeConfig
+
+    def prepare(self, w13: WeightTensors, w2: WeightTensors, spec: LayerSpec) -> Prepared[MoeConfig]:
+        tensors: dict[str, torch.Tensor] = {}
+        for prefix, weight in (("w13_", w13), ("w2_", w2)):
+            _check(weight, spec, self.name)
+            tensors |= {prefix + name: tensor for name, tensor in weight.tensors.items()}
+        schemes = _ops.encode_scheme(w13.scheme), _ops.encode_scheme(w2.scheme)
+        return Prepared(tensors, MoeConfig(tuple(tensors), *schemes, w13.experts))
+
+    def apply(
+        self,
+        config: MoeConfig,
+        tensors: Mapping[str, torch.Tensor],
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        activation: str,
+        out_dtype: torch.dtype,
+        workspace: torch.Tensor | None,
+    ) -> torch.Tensor:
+        held = [tensors[name] for name in config.names]
+        names = list(config.names)
+        y: torch.Tensor = torch.ops.omniplat.reference_moe(
+            x,
+            held,
+            topk_ids,
+            topk_weights,
+            expert_map,
+            names,
+            config.w13_scheme,
+            config.w2_scheme,
+            activation,
+            out_dtype,
+        )
+        return y
+
+
+def _check(weight: WeightTensors, spec: LayerSpec, kernel: str) -> None:
+    quant = weight.scheme.weight
+    if quant.element not in ELEMENT_BITS or quant.element in ("nf4", "fp4_bnb"):
+        raise UnsupportedCombinationError(
+            "cpu", spec.op, weight.scheme.id, [spec.name], [f"{kernel}  needs a weight that it can decode"]
+        )
+    if quant.element in ("fp8_e4m3", "fp8_e5m2"):
+        first_nan = 0x7F if quant.element == "fp8_e4m3" else 0x7C
+        if bool(((weight.tensors["codes"].view(torch.int8) & 0x7F) >= first_nan).any()):
+            raise InvalidCheckpointError(f"{quant.element} weight holds NaN or Inf", key=spec.name)

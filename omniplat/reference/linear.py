@@ -1,0 +1,155 @@
+"""Linear layers in float32: `y = x^ @ W^T + bias`, where x^ is x after the declared activation quantization.
+
+Products are accumulated in float32 (`matmul_tiles`) or, for integer codes on both sides, exactly in int32
+(`matmul_int8`). The result is rounded once, to the output dtype.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+from omniplat.reference.activations import Quantized, quantize_activation
+from omniplat.reference.decode import RowDecoder, Tensors
+from omniplat.scheme import Scheme
+
+#: Below this every sum of products of integers is exact in float32, in any order.
+EXACT_FLOAT32 = 1 << 24
+
+
+def linear(
+    x: torch.Tensor,
+    scheme: Scheme,
+    tensors: Tensors,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    splits: int = 0,
+) -> torch.Tensor:
+    """`x` [M, K] to [M, N] in `out_dtype`.
+
+    `splits` > 0: both sides are integers, multiplied exactly; the number of pieces of K whose products of codes
+    are exact in float32. 0: everything else.
+    """
+    columns = x.shape[1]
+    rows = tensors["codes"].shape[0]
+    if x.shape[0] == 0 or rows == 0:
+        return x.new_zeros((x.shape[0], rows), dtype=out_dtype)
+    if scheme.activation is None and not scheme.pre_scale and _takes_bf16(x, scheme, tensors, out_dtype):
+        return F.linear(x, tensors["codes"], bias.to(torch.bfloat16) if bias is not None else None)
+    values = x.to(torch.float32)
+    if "pre_scale" in tensors:
+        values = values * tensors["pre_scale"]
+    quantized = quantize_activation(values, scheme.activation, tensors)
+    if splits:
+        y = matmul_int8(quantized, tensors["codes"], splits)
+        y.mul_(tensors["scale"].to(torch.float32).reshape(1, -1))
+    else:
+        decoder = RowDecoder(scheme.weight, tensors, columns)
+        y = matmul_tiles(quantized.values, decoder)
+        if decoder.row_scale is not None:
+            y.mul_(decoder.row_scale)
+        if decoder.factor != 1.0:
+            y.mul_(decoder.factor)
+    if quantized.scale is not None:
+        y.mul_(quantized.scale)
+    if bias is not None:
+        y.add_(bias)
+    return y.to(out_dtype)
+
+
+def matmul_tiles(x: torch.Tensor, decoder: RowDecoder) -> torch.Tensor:
+    """`x` f32 [M, K] times the rows of `decoder`, a tile at a time: f32 [M, N]."""
+    if decoder.is_float32:
+        return x @ decoder.codes.t()
+    y = x.new_empty((x.shape[0], decoder.rows))
+    for start in range(0, decoder.rows, decoder.tile):
+        stop = min(start + decoder.tile, decoder.rows)
+        torch.mm(x, decoder(start, stop).t(), out=y[:, start:stop])
+    return y
+
+
+def matmul_int8(x: Quantized, codes: torch.Tensor, splits: int) -> torch.Tensor:
+    """Integer codes times integer codes, exactly: f32 [M, N] (rounded once where a sum passes 2^24)."""
+    columns = codes.shape[1]
+    if columns % 16 == 0 and int_mm_is_exact():
+        return torch._int_mm(x.values.to(torch.int8), codes.view(torch.int8).t()).to(torch.float32)
+    rows = codes.shape[0]
+    y = x.values.new_empty((x.values.shape[0], rows))
+    step = -(-columns // splits)
+    tile = max(16, min(rows, (1 << 20) // step))
+    buffer = torch.empty(tile * step, dtype=torch.float32)
+    for start in range(0, rows, tile):
+        part = codes[start : start + tile].view(torch.int8)
+        total: torch.Tensor | None = None
+        for k in range(0, columns, step):
+            piece = part[:, k : k + step]
+            weights = buffer[: piece.numel()].view(piece.shape)
+            weights.copy_(piece)
+            product = x.values[:, k : k + step] @ weights.t()
+            if splits > 1:
+                exact = product.to(torch.int32)
+                total = exact if total is None else total.add_(exact)
+            else:
+                total = product
+        assert total is not None
+        y[:, start : start + tile] = total
+    return y
+
+
+def splits_for(codes: torch.Tensor, largest_input: int) -> int:
+    """Pieces into which K must be cut so that every sum |x * code| stays below 2^24. `codes` int8 [N, K]."""
+    rows, columns = codes.shape
+    signed = codes.view(torch.int8)
+    for splits in range(1, columns + 1):
+        step = -(-columns // splits)
+        if step * 128 * largest_input < EXACT_FLOAT32:
+            return splits
+        worst = 0
+        for start in range(0, rows, 1024):
+            for k in range(0, columns, step):
+                sums = signed[start : start + 1024, k : k + step].to(torch.int32).abs_().sum(1)
+                worst = max(worst, int(sums.max()))
+        if worst * largest_input < EXACT_FLOAT32:
+            return splits
+    return max(columns, 1)
+
+
+@lru_cache(maxsize=1)
+def int_mm_is_exact() -> bool:
+    """True where this CPU's int8 matrix product does not saturate.
+
+    Without VNNI, oneDNN multiplies pairs of int8 into int16 and saturates: silently wrong for large codes. So
+    the question is put to the hardware, with the codes that would saturate, in the shapes of its code paths.
+    """
+    for m in (1, 3, 64):
+        for x_code, w_code in ((127, 127), (-128, -128), (127, -128)):
+            x = torch.full((m, 256), x_code, dtype=torch.int8)
+            w = torch.full((48, 256), w_code, dtype=torch.int8)
+            try:
+                product = torch._int_mm(x, w.t())
+            except (RuntimeError, NotImplementedError):
+                return False
+            if not bool((product == 256 * x_code * w_code).all()):
+                return False
+    return True
+
+
+@lru_cache(maxsize=1)
+def has_bf16_units() -> bool:
+    """True where bf16 matrix products run in hardware (AVX512-BF16 or AMX) and accumulate in float32."""
+    probe = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(probe is not None and probe())
+
+
+def _takes_bf16(x: torch.Tensor, scheme: Scheme, tensors: Tensors, out_dtype: torch.dtype) -> bool:
+    """A plain bf16 layer on a CPU with bf16 units: torch's own product has the same numerics."""
+    bf16 = torch.bfloat16
+    return (
+        scheme.weight.element == "bf16"
+        and tensors["codes"].dtype == bf16
+        and x.dtype == bf16
+        and out_dtype == bf16
+        and has_bf16_units()
+    )

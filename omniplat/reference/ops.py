@@ -1,0 +1,103 @@
+"""The two operators of the cpu backend, registered in torch's library `omniplat` when this module is imported.
+
+Tensors arrive as a list beside their role names, and the scheme as JSON: all of them constants of a traced graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import msgspec
+import torch
+
+from omniplat.reference.linear import linear
+from omniplat.reference.moe import experts
+from omniplat.scheme import Scheme
+
+_LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "reference_linear(Tensor x, Tensor[] tensors, Tensor? bias, str[] names, str scheme, int out_features, "
+    "int splits, ScalarType out_dtype) -> Tensor"
+)
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "reference_moe(Tensor x, Tensor[] tensors, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, "
+    "str[] names, str w13_scheme, str w2_scheme, str activation, ScalarType out_dtype) -> Tensor"
+)
+
+
+def encode_scheme(scheme: Scheme) -> str:
+    """All fields of `scheme` as JSON: an id alone would lose the rules by which activations are quantized."""
+    return msgspec.json.encode(scheme, order="sorted").decode()
+
+
+@lru_cache(maxsize=1024)
+def decode_scheme(text: str) -> Scheme:
+    return msgspec.json.decode(text.encode(), type=Scheme)
+
+
+def _linear(
+    x: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    names: Sequence[str],
+    scheme: str,
+    out_features: int,
+    splits: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    roles = dict(zip(names, tensors, strict=True))
+    y = linear(rows, decode_scheme(scheme), roles, bias, out_dtype, splits)
+    return y.view(*x.shape[:-1], out_features)
+
+
+def _linear_fake(
+    x: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    names: Sequence[str],
+    scheme: str,
+    out_features: int,
+    splits: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], out_features), dtype=out_dtype)
+
+
+def _moe(
+    x: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    names: Sequence[str],
+    w13_scheme: str,
+    w2_scheme: str,
+    activation: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    roles = dict(zip(names, tensors, strict=True))
+    schemes = decode_scheme(w13_scheme), decode_scheme(w2_scheme)
+    return experts(x, roles, schemes, topk_ids, topk_weights, expert_map, activation, out_dtype)
+
+
+def _moe_fake(
+    x: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    names: Sequence[str],
+    w13_scheme: str,
+    w2_scheme: str,
+    activation: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=out_dtype)
+
+
+_LIBRARY.impl("reference_linear", _linear, "CPU")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("reference_moe", _moe, "CPU")  # type: ignore[no-untyped-call]
+torch.library.register_fake("omniplat::reference_linear", _linear_fake, lib=_LIBRARY)
+torch.library.register_fake("omniplat::reference_moe", _moe_fake, lib=_LIBRARY)

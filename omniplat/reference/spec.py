@@ -1,0 +1,79 @@
+"""What the cpu backend can run. Data only."""
+
+from __future__ import annotations
+
+from omniplat.backend import BackendSpec, NotSupported
+from omniplat.capability import Capability
+
+#: Weights whose values the row decoder of `decode.py` knows.
+_QUANTIZED = (
+    *("fp8-tensor", "fp8-channel", "fp8-g*", "fp8-block*"),
+    *("fp8e5m2-tensor", "fp8e5m2-channel", "fp8e5m2-g*", "fp8e5m2-block*"),
+    *("int[2-8]-tensor", "int[2-8]-channel", "int[2-8]-g*", "int[2-8]-block*"),
+    *("uint[2-8]-tensor", "uint[2-8]-channel", "uint[2-8]-g*", "uint[2-8]-block*"),
+    *("mxfp8", "mxfp8e5m2", "mxfp6e2m3", "mxfp6e3m2", "mxfp4", "mxfp4-dual", "mxint4", "mxint8", "nvfp4"),
+)
+_FLOAT = ("bf16",)
+_ACTIVATIONS = (
+    "a16",
+    *("fp8-token", "fp8-tensor", "fp8-tensor-static", "fp8-g*"),
+    *("fp8e5m2-token", "fp8e5m2-tensor", "fp8e5m2-tensor-static", "fp8e5m2-g*"),
+    *("int[2-8]-token", "int[2-8]-token-asym", "int[2-8]-tensor", "int[2-8]-tensor-asym", "int[2-8]-g*"),
+    *("int[2-8]-tensor-static", "int[2-8]-tensor-static-asym"),
+    *("mxfp8", "mxfp8e5m2", "mxfp6e2m3", "mxfp6e3m2", "mxfp4", "mxfp4-dual", "mxint4", "mxint8", "nvfp4"),
+)
+_KERNELS = "omniplat.reference.kernels"
+
+SPEC = BackendSpec(
+    name="cpu",
+    api_version=1,
+    kinds=("cpu",),
+    capabilities=(
+        Capability(
+            name="int8_linear",
+            op="linear",
+            weights=("int[235678]-tensor", "int[235678]-channel"),
+            activations=("int[2-8]-token", "int[2-8]-tensor", "int[2-8]-tensor-static"),
+            accumulator="int32",
+            priority=20,
+            impl=f"{_KERNELS}:Int8Linear",
+            variants=("vnni-int8", "f32-of-integers"),
+        ),
+        Capability(
+            name="dequant_linear",
+            op="linear",
+            weights=_QUANTIZED,
+            activations=_ACTIVATIONS,
+            priority=10,
+            impl=f"{_KERNELS}:DequantLinear",
+            variants=("f32-row-tiles", "bf16-row-tiles"),
+        ),
+        Capability(
+            name="float_linear",
+            op="linear",
+            weights=_FLOAT,
+            activations=_ACTIVATIONS,
+            priority=10,
+            impl=f"{_KERNELS}:DequantLinear",
+            variants=("f32-row-tiles", "bf16-row-tiles"),
+        ),
+        Capability(
+            name="expert_loop",
+            op="moe",
+            weights=(*_FLOAT, *_QUANTIZED),
+            activations=_ACTIVATIONS,
+            priority=10,
+            impl=f"{_KERNELS}:ExpertLoop",
+        ),
+    ),
+    probe="omniplat.reference.probe:probe",
+    install='pip install "omniplat[cpu]"',
+    distributions=("torch>=2.6",),
+    not_supported=(
+        NotSupported("nf4-*", "todo", "no decoder for bitsandbytes' block order"),
+        NotSupported("fp4bnb-*", "todo", "no decoder for bitsandbytes' block order"),
+        NotSupported("int8-bnb", "todo", "outlier columns are not split"),
+        NotSupported("svdq-*", "todo", "no low-rank branch"),
+        NotSupported("gguf-*", "todo", "no decoder for GGUF blocks"),
+    ),
+)

@@ -1,0 +1,1 @@
+"""From canonical arrays to running layers. torch starts here."""

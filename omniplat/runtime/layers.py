@@ -1,0 +1,210 @@
+"""Layers: `nn.Module`s that hold what a kernel prepared and call it. Nothing is decided here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from omniplat.errors import UsageError
+from omniplat.layer import LayerSpec
+from omniplat.runtime.kernel import (
+    Kernel,
+    LinearKernel,
+    MoeKernel,
+    Prepared,
+    decode_config,
+    encode_config,
+    impl_of,
+    load_kernel,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDescription:
+    """What `rebuild` needs beside a state dict. Plain data; `to_json` and `from_json`.
+
+    `impl` names the kernel, `config` is its config as JSON, `buffers` maps names to (dtype, shape).
+    """
+
+    spec: LayerSpec
+    impl: str
+    config: str
+    buffers: Mapping[str, tuple[str, tuple[int, ...]]]
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self, order="sorted").decode()
+
+    @staticmethod
+    def from_json(text: str) -> LayerDescription:
+        """Raises UsageError when `text` describes no layer."""
+        try:
+            return msgspec.json.decode(text.encode(), type=LayerDescription)
+        except msgspec.MsgspecError as exc:
+            raise UsageError(f"not the description of a layer: {exc}") from exc
+
+
+class _KernelLayer(nn.Module):
+    """Buffers of one kernel. The state dict carries the kernel's config, so that bytes of another scheme or
+    kernel whose shapes happen to agree cannot be loaded into this layer."""
+
+    kernel: Kernel
+
+    def __init__(self, spec: LayerSpec, kernel: Kernel, prepared: Prepared[Any]) -> None:
+        super().__init__()
+        self.spec = spec
+        self.kernel = kernel
+        self.config = prepared.config
+        self.workspace: torch.Tensor | None = None
+        self._names = tuple(prepared.tensors)
+        for name, tensor in prepared.tensors.items():
+            if name == "bias":
+                raise UsageError(f"{kernel.name} prepared a buffer named bias, which belongs to the layer")
+            self.register_buffer(name, tensor)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {name: getattr(self, name) for name in self._names}
+
+    @property
+    def nbytes(self) -> int:
+        """Resident bytes of all buffers."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
+
+    def describe(self) -> LayerDescription:
+        buffers = {
+            name: (str(buffer.dtype).removeprefix("torch."), tuple(buffer.shape))
+            for name, buffer in self.named_buffers()
+        }
+        return LayerDescription(self.spec, impl_of(self.kernel), encode_config(self.config), buffers)
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Kernel and config as UTF-8 bytes: a tensor, so that safetensors can store the state dict."""
+        return torch.frombuffer(bytearray(self._identity().encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Raises UsageError when the state dict belongs to a layer with another kernel or config."""
+        found = bytes(state.cpu().tolist()).decode(errors="replace")
+        if found != self._identity():
+            raise UsageError(f"{self.spec.name}: the state is that of {found}, this layer is {self._identity()}")
+
+    def _identity(self) -> str:
+        return f"{self.kernel.name} {encode_config(self.config)}"
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        return (
+            f"{spec.name or spec.op}, in={spec.in_features}, out={spec.out_features}, scheme={spec.scheme.id}, "
+            f"kernel={self.kernel.name}"
+        )
+
+
+class QuantLinear(_KernelLayer):
+    """`y = x @ W^T + bias` with a quantized weight.
+
+    `forward` takes [..., K] in bf16, f16 or f32, any strides, also no rows, and returns [..., N] in x's dtype,
+    or in `out_dtype` where one was given.
+    """
+
+    kernel: LinearKernel[Any]
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        kernel: LinearKernel[Any],
+        prepared: Prepared[Any],
+        bias: torch.Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(spec, kernel, prepared)
+        self.out_dtype = out_dtype
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out_dtype = self.out_dtype or x.dtype
+        return self.kernel.apply(self.config, self._tensors(), x, self.bias, out_dtype, self.workspace)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, bias={self.bias is not None}"
+
+
+class QuantExperts(_KernelLayer):
+    """The experts of a mixture-of-experts layer, with stacked quantized weights. Routing is an input."""
+
+    kernel: MoeKernel[Any]
+
+    def __init__(self, spec: LayerSpec, kernel: MoeKernel[Any], prepared: Prepared[Any]) -> None:
+        super().__init__(spec, kernel, prepared)
+        if spec.moe is None:
+            raise UsageError(f"{spec.name} has no experts")
+        self.activation = spec.moe.activation
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_map: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`x` [..., K], `topk_ids` and `topk_weights` [..., T]; returns [..., K] in x's dtype.
+
+        An id of -1, or one that `expert_map` maps to -1, contributes nothing.
+        """
+        slots = topk_ids.shape[-1]
+        rows = self.kernel.apply(
+            self.config,
+            self._tensors(),
+            x.reshape(-1, x.shape[-1]),
+            topk_ids.reshape(-1, slots),
+            topk_weights.reshape(-1, slots),
+            expert_map,
+            self.activation,
+            x.dtype,
+            self.workspace,
+        )
+        return rows.reshape(x.shape)
+
+    def extra_repr(self) -> str:
+        moe = self.spec.moe
+        assert moe is not None
+        return f"{super().extra_repr()}, experts={moe.experts}, intermediate={moe.intermediate}"
+
+
+class CompositeLinear(nn.Module):
+    """One engine module whose parts have different schemes: the parts' outputs, concatenated along N."""
+
+    def __init__(self, parts: Mapping[str, QuantLinear]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(dict(parts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x) for part in self.parts.values()], dim=-1)
+
+
+def rebuild(description: LayerDescription, state: Mapping[str, torch.Tensor]) -> QuantLinear | QuantExperts:
+    """A layer from its description and state dict; the layer takes over the tensors without a copy.
+
+    Raises UsageError when the state belongs to another layer.
+    """
+    kernel = load_kernel(description.impl)
+    config = decode_config(kernel, description.config)
+    empty = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for name, (dtype, shape) in description.buffers.items()
+    }
+    bias = empty.pop("bias", None)
+    layer: QuantLinear | QuantExperts
+    if isinstance(kernel, LinearKernel):
+        layer = QuantLinear(description.spec, kernel, Prepared(empty, config), bias)
+    else:
+        layer = QuantExperts(description.spec, kernel, Prepared(empty, config))
+    try:
+        layer.load_state_dict(dict(state), strict=True, assign=True)
+    except RuntimeError as exc:
+        raise UsageError(f"{description.spec.name}: {exc}") from exc
+    return layer
