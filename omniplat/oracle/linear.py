@@ -1,0 +1,36 @@
+"""linear: the layer that a canonical weight describes, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omniplat.canonical import Array, CanonicalWeight
+from omniplat.oracle.codecs import Float64
+from omniplat.oracle.dequantize import dequantize
+from omniplat.oracle.quantize import quantize_activation
+
+
+def linear(x: Array, weight: CanonicalWeight, *, activation: bool = True, bias: Array | None = None) -> Float64:
+    """y = Q(x * pre_scale) @ W^T + bias: float64 [..., N] for `x` [..., K]; stacked weights take [E, M, K].
+
+    `activation` False leaves x as it is (weight-only arithmetic), True quantizes it as the scheme says (nothing for
+    a16). `bias`, [N], stands in for the weight's own, which is used where it is None.
+    """
+    tensors = weight.tensors
+    values = np.asarray(x, dtype=np.float64)
+    if "pre_scale" in tensors:
+        pre_scale = tensors["pre_scale"].astype(np.float64)
+        values = values * (pre_scale if pre_scale.ndim == 1 else pre_scale[:, None, :])
+    if activation and weight.scheme.activation is not None:
+        values = quantize_activation(
+            values,
+            weight.scheme.activation,
+            input_scale=tensors.get("input_scale"),
+            input_zero_point=tensors.get("input_zero_point"),
+            input_global_scale=tensors.get("input_global_scale"),
+        )
+    result = values @ np.swapaxes(dequantize(weight), -1, -2)
+    added = tensors.get("bias") if bias is None else bias
+    if added is None:
+        return result
+    return result + (added if added.ndim == 1 else added[:, None, :]).astype(np.float64)

@@ -1,0 +1,200 @@
+"""Quantization in NumPy: activations (quantize and dequantize at once) and weights (round to nearest).
+
+Scales are derived and values are divided by them in float32, as producers and devices do (`scales.py`): that decides
+which code a value gets. What codes then stand for is computed in float64. Rounding is `TensorQuant.rounding`:
+nearest-even ("" too), half-away, half-to-zero, floor.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omniplat.canonical import Array, CanonicalWeight
+from omniplat.errors import InvalidSchemeError, UsageError
+from omniplat.oracle.codecs import Float64, element_max, encode, round_to_element
+from omniplat.oracle.dequantize import DUAL_LEVEL_COLUMNS
+from omniplat.oracle.scales import Float32, Grid, e8m0_grid, float_grid, nvfp4_global_scale, nvfp4_grid
+from omniplat.scheme import ELEMENT_BITS, Scheme, TensorQuant, activation_id, weight_id
+
+_SIXTH = np.float32(1) / np.float32(6)
+
+
+def quantize_activation(
+    x: Array,
+    quant: TensorQuant,
+    *,
+    input_scale: Array | float | None = None,
+    input_zero_point: Array | int | None = None,
+    input_global_scale: Array | float | None = None,
+) -> Float64:
+    """What is left of `x`, [..., K], after quantization by `quant`: float64, same shape.
+
+    Static schemes need `input_scale` (and `input_zero_point` where asymmetric), a multiplier: x = q * scale.
+    `input_global_scale` is NVFP4's, a multiplier; without it, it is derived from `x`. Each is one number, or one per
+    expert for stacked `x`, [E, M, K]. The last group along K may be partial. Raises UsageError where a static quantity
+    is missing, InvalidSchemeError for schemes without a definition here (bitsandbytes, SVDQuant) and unknown rules.
+    """
+    _check_element(quant, activation_id(quant))
+    values = np.asarray(x, dtype=np.float32)
+    if quant.second_scale == "dual":
+        level0 = _dual_scale(values)
+        return _fake(_divide(values, level0), quant, None) * level0.astype(np.float64)
+    if quant.dynamic or quant.second_scale == "global" or quant.scale_format == "e8m0":
+        return _fake(values, quant, input_global_scale)
+    if input_scale is None or (not quant.symmetric and input_zero_point is None):
+        needed = "input_scale" if quant.symmetric else "input_scale and input_zero_point"
+        raise UsageError(f"{activation_id(quant)} needs {needed}")
+    scale = _leading(input_scale, values.ndim)
+    zero = None if input_zero_point is None or quant.symmetric else _leading(input_zero_point, values.ndim)
+    return _apply(values, Grid(scale, scale, zero), quant)[1]
+
+
+def quantize_weight(w: Array, quant: TensorQuant) -> CanonicalWeight:
+    """Round-to-nearest quantization of `w`, [N, K] or stacked [E, N, K], to the canonical form, without activation.
+
+    Raises InvalidSchemeError for schemes without a definition here, UsageError where K is not a multiple of the group.
+    """
+    _check_element(quant, weight_id(quant))
+    values = np.asarray(w, dtype=np.float32)
+    *lead, n, k = values.shape
+    if quant.granularity == "group" and k % quant.group_size:
+        raise UsageError(f"{k} columns are not a multiple of the group size {quant.group_size}")
+    tensors: dict[str, Array] = {}
+    if quant.second_scale == "dual":
+        level0 = _dual_scale(values)
+        tensors["scale2"] = level0[..., ::DUAL_LEVEL_COLUMNS]
+        values = _divide(values, level0)
+    global_scale: Float32 | None = None
+    if quant.second_scale == "global":
+        global_scale = nvfp4_global_scale(np.abs(values).max(axis=(-2, -1), keepdims=True))
+        tensors["global_scale"] = np.ascontiguousarray(np.broadcast_to(global_scale, (*lead, n, 1)))
+        global_scale = global_scale[..., None]
+
+    tiles, axes = _tile(values, quant, per_matrix=True)
+    grid = _fit(tiles, axes, quant, global_scale)
+    code_values, _ = _apply(tiles, grid, quant)
+    tensors["codes"] = encode(_untile(code_values, quant, values.shape), quant.element, quant.rounding)
+    tensors["scale"] = _stored(grid.stored, quant, (*lead, n))
+    if grid.zero_point is not None:
+        tensors["zero_point"] = _stored(grid.zero_point.astype(np.int16), quant, (*lead, n))
+    return CanonicalWeight(Scheme(quant), n, k, tensors)
+
+
+def _check_element(quant: TensorQuant, text: str) -> None:
+    if quant.element not in ELEMENT_BITS or quant.element in ("bf16", "nf4", "fp4_bnb"):
+        raise InvalidSchemeError(text, "the oracle does not define its quantization")
+
+
+def _stored(per_tile: Array, quant: TensorQuant, rows: tuple[int, ...]) -> Array:
+    """A grid's array in the canonical shape of scales. `rows` is (..., N)."""
+    if quant.granularity == "group":
+        return per_tile[..., 0]
+    if quant.granularity == "block":
+        return per_tile[..., 0, :, 0]
+    per_row = per_tile.astype(np.float32) if per_tile.dtype != np.int16 else per_tile
+    return np.ascontiguousarray(np.broadcast_to(per_row, (*rows, 1)))
+
+
+# --- tiles: views in which everything that shares a scale lies along `axes` -----------------------------------------
+
+
+def _pad(values: Array, axis: int, multiple: int) -> Array:
+    """Zeros appended along `axis` until its size is a multiple: they never change a maximum."""
+    missing = -values.shape[axis] % multiple
+    if not missing:
+        return values
+    widths = [(0, 0)] * values.ndim
+    widths[axis] = (0, missing)
+    return np.pad(values, widths)
+
+
+def _tile(values: Array, quant: TensorQuant, *, per_matrix: bool) -> tuple[Array, tuple[int, ...]]:
+    """`per_matrix`: a tensor scale covers the last two dimensions (a weight) and not all of them (an activation)."""
+    if quant.granularity == "tensor":
+        return values, (-2, -1) if per_matrix else tuple(range(values.ndim))
+    if quant.granularity in ("channel", "token"):
+        return values, (-1,)
+    if quant.granularity == "group":
+        padded = _pad(values, -1, quant.group_size)
+        return padded.reshape(*padded.shape[:-1], -1, quant.group_size), (-1,)
+    if quant.granularity == "block":
+        bn, bk = quant.block
+        padded = _pad(_pad(values, -1, bk), -2, bn)
+        *lead, n, k = padded.shape
+        return padded.reshape(*lead, n // bn, bn, k // bk, bk), (-3, -1)
+    raise InvalidSchemeError(quant.granularity, "the oracle does not define its quantization")
+
+
+def _untile(tiles: Array, quant: TensorQuant, shape: tuple[int, ...]) -> Array:
+    """Undoes `_tile`, dropping what it padded."""
+    *lead, n, k = (1, *shape) if len(shape) == 1 else shape
+    if quant.granularity == "group":
+        tiles = tiles.reshape(*lead, n, -1)[..., :k]
+    elif quant.granularity == "block":
+        padded = (*lead, tiles.shape[-4] * tiles.shape[-3], tiles.shape[-2] * tiles.shape[-1])
+        tiles = tiles.reshape(padded)[..., :n, :k]
+    return tiles.reshape(shape)
+
+
+# --- fitting a grid and applying it ---------------------------------------------------------------------------------
+
+
+def _fit(tiles: Array, axes: tuple[int, ...], quant: TensorQuant, global_scale: Array | None) -> Grid:
+    high = tiles.max(axis=axes, keepdims=True)
+    low = tiles.min(axis=axes, keepdims=True)
+    amax = np.maximum(np.abs(low), np.abs(high))
+    if quant.scale_format == "e8m0":
+        return e8m0_grid(amax, quant)
+    if quant.scale_format == "e4m3":
+        return nvfp4_grid(amax, quant, np.float32(1) if global_scale is None else global_scale)
+    return float_grid(low, high, quant)
+
+
+def _apply(tiles: Array, grid: Grid, quant: TensorQuant) -> tuple[Float64, Float64]:
+    """Codes' values and what they stand for, both float64 in the tiles' shape."""
+    safe = np.where(grid.scale == 0, np.float32(1), grid.scale).astype(grid.scale.dtype)
+    scaled = tiles * (np.float32(1) / safe) if quant.scale_rule == "absmax-reciprocal" else tiles / safe
+    # values of a group whose scale underflowed to 0 are lost: no code may claim otherwise
+    scaled = np.where(grid.scale == 0, np.float32(0), scaled)
+    if grid.zero_point is not None:
+        scaled = scaled + grid.zero_point
+    codes = round_to_element(scaled, quant.element, quant.rounding)
+    if quant.is_integer and quant.scale_format == "e8m0":
+        # MXINT is symmetric: -2^(bits-1) is not used (auto-round clamps at 1.75 and 1.984375)
+        codes = np.maximum(codes, -element_max(quant.element))
+    offset = 0.0 if grid.zero_point is None else grid.zero_point.astype(np.float64)
+    return codes, (codes - offset) * grid.scale.astype(np.float64)
+
+
+def _fake(values: Array, quant: TensorQuant, input_global_scale: Array | float | None) -> Float64:
+    global_scale: Array | None = None
+    if quant.second_scale == "global":
+        if input_global_scale is None:
+            global_scale = nvfp4_global_scale(np.abs(values).max(initial=0))
+        else:
+            global_scale = _leading(input_global_scale, values.ndim + 1)
+    tiles, axes = _tile(values, quant, per_matrix=False)
+    return _untile(_apply(tiles, _fit(tiles, axes, quant, global_scale), quant)[1], quant, values.shape)
+
+
+def _leading(quantity: Array | float, ndim: int) -> Float32:
+    """A static quantity of the input, one number or one per expert, f32, to broadcast against `ndim` dimensions."""
+    numbers = np.asarray(quantity, dtype=np.float32).reshape(-1)
+    return numbers.reshape(-1, *[1] * (ndim - 1)) if numbers.size > 1 else numbers.reshape(())
+
+
+def _dual_scale(values: Array) -> Float32:
+    """Ascend's level 0: amax over 512 columns times fp32(1/6), f32, repeated per column of `values`.
+
+    0 where it would be subnormal, which makes the elements 0. (The device also rounds x / level0 to the type of x.)
+    """
+    tiles = _pad(values, -1, DUAL_LEVEL_COLUMNS)
+    amax = np.abs(tiles.reshape(*tiles.shape[:-1], -1, DUAL_LEVEL_COLUMNS)).max(axis=-1)
+    level0 = np.where(amax * _SIXTH < np.float32(2.0**-126), np.float32(0), amax * _SIXTH).astype(np.float32)
+    repeated: Float32 = np.repeat(level0, DUAL_LEVEL_COLUMNS, axis=-1)[..., : values.shape[-1]]
+    return repeated
+
+
+def _divide(values: Array, scale: Array) -> Array:
+    """values / scale, and 0 where the scale is 0."""
+    return np.divide(values, scale, out=np.zeros_like(values), where=scale != 0)
