@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, entry_points
-from typing import Any, Generic, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeGuard, TypeVar, cast
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -26,6 +26,10 @@ from omniplat.errors import (
     OmniplatError,
     UsageError,
 )
+
+if TYPE_CHECKING:
+    from omniplat.formats.base import Format
+    from omniplat.models.family import Family
 
 T = TypeVar("T")
 
@@ -43,17 +47,20 @@ def _is_backend(found: Any) -> TypeGuard[BackendSpec]:
     return isinstance(found, BackendSpec)
 
 
-def _is_format(found: Any) -> TypeGuard[Any]:
-    return not isinstance(found, type) and isinstance(getattr(found, "name", None), str)
+def _is_format(found: Any) -> TypeGuard[Format]:
+    members = isinstance(getattr(found, "name", None), str), hasattr(found, "claims"), hasattr(found, "read")
+    return not isinstance(found, type) and all(members)
 
 
-def _is_families(found: Any) -> TypeGuard[tuple[Any, ...]]:
-    return isinstance(found, tuple)
+def _is_families(found: Any) -> TypeGuard[tuple[Family, ...]]:
+    from omniplat.models.family import Family
+
+    return isinstance(found, tuple) and all(isinstance(family, Family) for family in found)
 
 
 BACKENDS: PluginGroup[BackendSpec] = PluginGroup("omniplat.backends", "a BackendSpec", _is_backend)
-FORMATS: PluginGroup[Any] = PluginGroup("omniplat.formats", "a format object with a name", _is_format)
-MODELS: PluginGroup[tuple[Any, ...]] = PluginGroup("omniplat.models", "a tuple of families", _is_families)
+FORMATS: PluginGroup[Format] = PluginGroup("omniplat.formats", "a Format", _is_format)
+MODELS: PluginGroup[tuple[Family, ...]] = PluginGroup("omniplat.models", "a tuple of Family", _is_families)
 
 
 @dataclass(frozen=True, slots=True)

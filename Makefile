@@ -1,0 +1,64 @@
+# Every target is complete in itself: it makes the virtual environment that it needs.
+#
+#   make demo     plan a real quantized checkpoint, load it, run it, compare it with its original
+#   make test     the test suite
+#   make lint types imports docs-check     the other gates;  make corpus  the checkpoints in $OMNIPLAT_CORPUS
+#   make fix      format and apply the linter's safe fixes;  make clean
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INPUTS := pyproject.toml constraints.txt Makefile
+EXAMPLE := examples/hunyuan-image3-mxfp4-mxfp8
+
+.PHONY: demo test corpus lint types imports docs-check fix check clean
+.DEFAULT_GOAL := test
+
+demo: $(VENV)/.with-cpu
+	$(BIN)/omniplat plan $(EXAMPLE)/checkpoint
+	$(BIN)/omniplat run $(EXAMPLE)/checkpoint --reference $(EXAMPLE)/original
+
+# One thread in each worker: two processes of pytest-xdist share the cores already.
+test: $(VENV)/.with-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --ignore=tests/corpus $(PYTEST_ARGS)
+
+corpus: $(VENV)/.with-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/corpus $(PYTEST_ARGS)
+
+lint: $(VENV)/.with-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.with-dev
+	$(BIN)/mypy
+
+imports: $(VENV)/.with-dev
+	$(BIN)/lint-imports --no-cache
+
+# Pages under docs/ that a command writes must be what it would write now.
+docs-check: $(VENV)/.with-dev
+	@if [ -f docs/generate.py ]; then $(BIN)/python docs/generate.py --check; else echo "no generated pages yet"; fi
+
+check: lint types imports docs-check test
+
+fix: $(VENV)/.with-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.with-cpu: $(INPUTS) | $(BIN)/python
+	$(INSTALL) --editable ".[cpu]"
+	@touch $@
+
+$(VENV)/.with-dev: $(INPUTS) | $(BIN)/python
+	$(INSTALL) --editable ".[cpu,dev]"
+	@touch $@ $(VENV)/.with-cpu
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .coverage .coverage.*

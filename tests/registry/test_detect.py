@@ -1,0 +1,138 @@
+"""The host, and what `--device` means."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from omniplat.detect import detect_devices, resolve_device
+from omniplat.device import Device
+from omniplat.errors import InvalidDeviceError
+from omniplat.host import detect_cpu, installed_versions, kinds_with_nodes, run_tool, visible
+from omniplat.info import collect_info
+from tests.registry.machines import Machine, backend
+
+CUDA = backend("cuda", "cuda", "sees_cuda")
+
+
+@pytest.mark.parametrize(
+    ("flags", "machine", "arch"),
+    [
+        ("fpu sse2", "x86_64", "generic"),
+        ("fpu avx avx2", "x86_64", "avx2"),
+        ("avx2 avx512f avx512bw", "x86_64", "avx512"),
+        ("avx2 avx512f amx_tile amx_int8", "x86_64", "amx"),
+        ("", "aarch64", "neon"),
+        ("", "riscv64", "generic"),
+    ],
+)
+def test_cpu(tmp_path: Path, flags: str, machine: str, arch: str) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(f"processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: {flags}\n")
+    (tmp_path / "proc/meminfo").write_text("MemTotal:       1024 kB\nMemFree: 1 kB\n")
+    device = detect_cpu(tmp_path, machine)
+    assert (device.kind, device.arch, device.name, device.memory) == ("cpu", arch, "Some CPU", 1 << 20)
+    assert not device.described
+
+
+def test_cpu_without_proc(tmp_path: Path) -> None:
+    device = detect_cpu(tmp_path, "x86_64")
+    assert device.arch == "generic"
+    assert device.memory > 0
+
+
+def test_nodes(tmp_path: Path) -> None:
+    assert kinds_with_nodes(tmp_path) == ()
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidiactl", "davinci_manager", "kfd"):
+        (tmp_path / "dev" / name).touch()
+    assert kinds_with_nodes(tmp_path) == ("rocm",)
+    (tmp_path / "dev/nvidia0").touch()
+    (tmp_path / "dev/davinci7").touch()
+    assert kinds_with_nodes(tmp_path) == ("cuda", "rocm", "npu")
+
+
+@pytest.mark.parametrize(
+    ("mask", "kept"),
+    [(None, "abc"), ("", ""), ("-1", ""), ("1", "b"), ("2,0", "ca"), ("0,9,1", "a"), ("0.0,1.1", "ab"), ("x", "")],
+)
+def test_visible(mask: str | None, kept: str) -> None:
+    assert visible(("a", "b", "c"), mask) == tuple(kept)
+
+
+def test_tool_that_is_missing_fails_or_hangs() -> None:
+    assert run_tool(("omniplat-has-no-such-tool",)) == ""
+    assert run_tool(("false",)) == ""
+    assert run_tool(("sleep", "5"), timeout=0.05) == ""
+    assert run_tool(("echo", "fine")) == "fine\n"
+
+
+def test_versions() -> None:
+    assert installed_versions(("numpy>=1", "omniplat-has-no-such-thing>=2"))["omniplat-has-no-such-thing"] == ""
+
+
+def test_device_list_starts_with_the_cpu() -> None:
+    assert [device.kind for device in detect_devices(Machine(CUDA))] == ["cpu", "cuda"]
+    assert [device.kind for device in detect_devices(Machine(backend("cuda", "cuda", "breaks"), broken=("x",)))] == [
+        "cpu"
+    ]
+
+
+def test_kind_alone_is_the_detected_device() -> None:
+    assert resolve_device("cuda", Machine(CUDA)).name == "H200"
+    assert not resolve_device("cpu", Machine()).described
+
+
+def test_kind_alone_is_else_described() -> None:
+    assert resolve_device("cuda", Machine()) == Device("cuda", "sm90")
+    assert resolve_device("npu", Machine()) == Device("npu", "a5")
+
+
+def test_kind_and_arch_look_at_no_hardware() -> None:
+    assert resolve_device("cuda:sm100", Machine(CUDA)) == Device("cuda", "sm100")
+
+
+def test_nothing_asked_is_this_machine() -> None:
+    assert resolve_device(None, Machine(CUDA), {}).name == "H200"
+    assert resolve_device(None, Machine(CUDA), {"OMNIPLAT_BACKEND": "cpu"}).kind == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gpu", "kind 'gpu' is none of cpu, cuda, rocm, xpu, npu"),
+        ("cuda:sm91", "cuda has no architecture 'sm91'; known: sm75"),
+        ("", "is none of"),
+        ("missing.json", "cannot be read: No such file or directory"),
+    ],
+)
+def test_unknown(text: str, words: str) -> None:
+    with pytest.raises(InvalidDeviceError, match=words):
+        resolve_device(text, Machine())
+
+
+def test_file_of_another_machine(tmp_path: Path) -> None:
+    file = tmp_path / "there.json"
+    file.write_text(json.dumps(collect_info(Machine(CUDA), {}).to_dict()))
+    device = resolve_device(str(file), Machine())
+    assert (device.kind, device.arch, device.name, device.memory) == ("cuda", "sm90", "H200", 1 << 37)
+    assert not device.described
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not the output of `omniplat info --json`"),
+        ("[]", "is not the output of"),
+        ('{"schema": "omniplat.plan/1", "devices": []}', "has schema 'omniplat.plan/1'"),
+        ('{"schema": "omniplat.info/1", "devices": []}', "lists no device"),
+        ('{"schema": "omniplat.info/1", "devices": [{"kind": "cuda", "arch": "sm1"}]}', "no architecture 'sm1'"),
+    ],
+)
+def test_file_that_is_something_else(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "there.json"
+    file.write_text(text)
+    with pytest.raises(InvalidDeviceError, match=words):
+        resolve_device(str(file), Machine())
