@@ -15,12 +15,14 @@ class Declared:
 
     `packing`      name of the integer packing (`gptq`, `awq`, ...), "" where the tensors show it.
     `zero_offset`  added to a stored zero point (1 for GPTQ v1).
+    `act_order`    columns are assigned to groups in an order of each module's own (GPTQ desc_act).
     `missing_ok`   canonical roles whose absence does not make the tensors incomplete.
     """
 
     scheme: Scheme
     packing: str = ""
     zero_offset: int = 0
+    act_order: bool = False
     missing_ok: frozenset[str] = frozenset()
 
     @property

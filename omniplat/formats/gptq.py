@@ -29,7 +29,7 @@ class GptqFormat:
                 f"{checkpoint_format!r} is neither gptq nor gptq_v2", file=source.file, key=source.path("checkpoint_format")
             )
         offset = 0 if checkpoint_format == "gptq_v2" else 1
-        default = Declared(_scheme(source, source), "gptq", offset, missing_ok=frozenset({"group_index"}))
+        default = Declared(_scheme(source, source), "gptq", offset, source.boolean("desc_act", False))
         rules = []
         for index, (key, override) in enumerate(source.children("dynamic")):
             skip = key.startswith("-:")

@@ -107,7 +107,8 @@ class _Draft:
         group_problem = ""
         if weight is not None and weight.granularity == "group" and weight.group_size and k % weight.group_size:
             group_problem = f"K = {k} is not a multiple of the group size {weight.group_size}"
-        storage = Storage(packing, container, zero_offset=zero_offset, global_is_divisor=divisor)
+        ordered = "group_index" in self.roles and (packing == "int32_k" or bool(self.hint and self.hint.act_order))
+        storage = Storage(packing, container, zero_offset, divisor, act_order=ordered)
         return Stored(
             weight,
             storage,
@@ -242,10 +243,7 @@ def _packed_words(draft: _Draft, packed: TensorInfo) -> Stored:
     k = gidx.shape[0] if gidx is not None and gidx.shape else 0
     groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
     if not k and bits:
-        k = words * (32 // bits)
-        if hinted is not None and hinted.granularity == "group" and groups > 1:
-            # The last word may be padding: the groups tell where K ends.
-            k = min(k, groups * hinted.group_size)
+        k, bits = _words_along_k(words, groups, bits, hinted)
     if not bits:
         bits = words * 32 // k if k else 4
         k = k or words * 8
@@ -260,6 +258,20 @@ def _packed_words(draft: _Draft, packed: TensorInfo) -> Stored:
     elif bits * k > words * 32:
         problem = f"weight_packed {list(packed.shape)} is too narrow for {k} values of {bits} bits"
     return draft.finish(quant, "int32_k", "I32", n, k, problem=problem)
+
+
+def _words_along_k(words: int, groups: int, bits: int, hinted: TensorQuant | None) -> tuple[int, int]:
+    """(K, bits) of int32 words: the declared bits unless they contradict the number of groups of the declared size."""
+    k = words * (32 // bits)
+    if hinted is None or hinted.granularity != "group" or groups <= 1:
+        return k, bits
+    if -(-k // hinted.group_size) == groups:
+        # The last word may be padding: the groups tell where K ends.
+        return min(k, groups * hinted.group_size), bits
+    whole = groups * hinted.group_size
+    if (words * 32) % whole == 0 and 2 <= words * 32 // whole <= 8:
+        return whole, words * 32 // whole
+    return k, bits
 
 
 def _grouped(

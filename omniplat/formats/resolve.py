@@ -19,7 +19,7 @@ from omniplat.formats.matching import ModuleIndex
 from omniplat.formats.recognise import QUANT_LEAVES, Stored, recognise
 from omniplat.formats.resolved import DecidedBy, ResolvedModule
 from omniplat.models.names import is_embedding, is_norm, keeps_float
-from omniplat.scheme import UNQUANTIZED, Scheme
+from omniplat.scheme import UNQUANTIZED, Scheme, TensorQuant
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +205,7 @@ class _Resolver:
     def _contradiction(self, name: str, choice: _Choice) -> None:
         declared, stored = choice.declared, choice.stored
         if not stored.quantized:
-            silent = self._declaration is not None and not self._declaration.speaks_of_all and choice.rule is None
-            if silent or (choice.rule is None and keeps_float(name)):
+            if self._is_left_out(name, choice):
                 return
             message = f"declared {declared.scheme.id}, stored in 16 or 32 bit: unquantized"
         elif not declared.quantizes:
@@ -258,7 +257,7 @@ class _Resolver:
         return ResolvedModule(
             module.name,
             self._component.name,
-            choice.declared.scheme if self._declaration is not None else None,
+            self._declared_scheme(module.name, choice),
             scheme,
             stored.storage,
             stored.out_features,
@@ -271,7 +270,18 @@ class _Resolver:
             problems,
         )
 
-    def _activation(self, choice: _Choice):  # type: ignore[no-untyped-def]
+    def _declared_scheme(self, name: str, choice: _Choice) -> Scheme | None:
+        if self._declaration is None:
+            return None
+        return UNQUANTIZED if self._is_left_out(name, choice) else choice.declared.scheme
+
+    def _is_left_out(self, name: str, choice: _Choice) -> bool:
+        """A 16-bit module that the dialect, or the module's nature, excludes without listing it."""
+        if choice.stored.quantized or choice.rule is not None or self._declaration is None:
+            return False
+        return keeps_float(name) or not self._declaration.speaks_of_all
+
+    def _activation(self, choice: _Choice) -> TensorQuant | None:
         """Declared activation; for a weight that contradicts its rule, the default's if that weight is the same."""
         if choice.declared.quantizes:
             return choice.declared.scheme.activation

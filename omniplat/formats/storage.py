@@ -22,9 +22,11 @@ class Storage:
     `zero_offset`        added to a stored zero point to get the real one (1 for GPTQ v1).
     `global_is_divisor`  compressed-tensors writes NVFP4 global scales as divisors, modelopt as multipliers.
     `container`          safetensors dtype of the tensor that holds the codes ("U8", "I32", "F8_E4M3").
+    `act_order`          the module's `group_index` is its own order of columns, not the trivial one.
     """
 
     packing: str
     container: str
     zero_offset: int = 0
     global_is_divisor: bool = False
+    act_order: bool = False

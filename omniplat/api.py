@@ -1,0 +1,149 @@
+"""The Python interface: `plan` and `load`. The command line is a thin skin over these functions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from omniplat.checkpoint.folder import Checkpoint, open_checkpoint
+from omniplat.choose import choose_backend
+from omniplat.detect import resolve_device
+from omniplat.device import Device
+from omniplat.errors import BackendUnavailableError, InvalidCheckpointError, UnsupportedCombinationError, UsageError
+from omniplat.match import ALLOWANCES, PREFERENCES, Policy
+from omniplat.plan import Plan, PlanLayer
+from omniplat.planner import Planned, PlannedLayer, Target, make_plan
+from omniplat.registry import FORMATS, MODELS, Registry, default_registry
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: The environment variable behind `--prefer`.
+PREFER_VARIABLE = "OMNIPLAT_PREFER"
+
+
+def plan(
+    checkpoint: str | os.PathLike[str],
+    device: str | Device | None = None,
+    *,
+    backend: str | None = None,
+    tp: int = 1,
+    ep: int = 1,
+    component: str | None = None,
+    allow: Iterable[str] = (),
+    prefer: str | None = None,
+) -> Plan:
+    """What runs every layer of `checkpoint` on `device`, and why. Reads headers only; needs no torch.
+
+    `device` is "kind", "kind:arch", a Device or None for this machine. Raises InvalidCheckpointError for files
+    that cannot be read, InvalidDeviceError, UsageError, or a Backend...Error; what is wrong with the metadata
+    or unsupported is in the plan.
+    """
+    return make_planned(
+        checkpoint, device, backend=backend, tp=tp, ep=ep, component=component, allow=allow, prefer=prefer
+    ).plan
+
+
+def load(
+    checkpoint: str | os.PathLike[str],
+    device: str | Device | None = None,
+    *,
+    backend: str | None = None,
+    component: str | None = None,
+    allow: Iterable[str] = (),
+    prefer: str | None = None,
+) -> dict[str, nn.Module]:
+    """Plan `checkpoint`, then load every quantized layer: {layer name: module}, in a pipeline `component/name`.
+
+    Raises, before any weight is read, UnsupportedCombinationError when a layer has no kernel and
+    InvalidCheckpointError when metadata and tensors contradict each other.
+    """
+    planned = make_planned(checkpoint, device, backend=backend, component=component, allow=allow, prefer=prefer)
+    return {name: module for name, _, module in load_layers(planned)}
+
+
+def load_layers(planned: Planned) -> Iterable[tuple[str, PlannedLayer, Any]]:
+    """Load the quantized layers of a plan one by one: (name, planned layer, module)."""
+    from omniplat.checkpoint.reader import ShardReader
+    from omniplat.runtime.kernel import load_kernel
+    from omniplat.runtime.load import load_layer
+
+    require_runnable(planned.plan)
+    readers = {item.component.name: ShardReader(item.component.root) for item in planned.resolutions}
+    for item in planned.layers:
+        if item.layer.status != "ok" or item.capability is None:
+            continue
+        if not item.capability.impl:
+            raise BackendUnavailableError(str(item.layer.backend), f"kernel {item.capability.name} is only planned on")
+        kernel = load_kernel(item.capability.impl)
+        name = f"{item.layer.component}/{item.layer.name}" if item.layer.component else item.layer.name
+        yield name, item, load_layer(item.packed, kernel, readers[item.layer.component])
+
+
+def require_runnable(plan: Plan) -> None:
+    """Raise what stands in the way of loading a plan; do nothing when nothing does."""
+    unsupported = [layer for layer in plan.layers if layer.status == "unsupported"]
+    if unsupported:
+        raise _unsupported(plan, unsupported)
+    for item in plan.findings:
+        if item.severity == "error":
+            raise InvalidCheckpointError(item.message, file=item.where.file, key=item.where.rule or item.code)
+
+
+def _unsupported(plan: Plan, layers: list[PlanLayer]) -> UnsupportedCombinationError:
+    first = layers[0]
+    device = f"{plan.device.kind}:{plan.device.arch}" + (f" ({plan.device.name})" if plan.device.name else "")
+    reasons = [
+        f"{trace.kernel}  needs {trace.rejected['rule']} {trace.rejected['needed']}, found {trace.rejected['found']}"
+        for trace in first.trace
+        if trace.rejected is not None
+    ]
+    reasons += [item.message for item in plan.findings if item.code in ("tp-not-divisible", "ep-not-divisible")]
+    same = [layer.name for layer in layers if layer.details == first.details and layer.op == first.op]
+    suggestions = ["--device cpu (reference)"] if plan.device.kind != "cpu" else []
+    scheme = f"{first.stored}/{(first.declared or '/a16').rpartition('/')[2]}"
+    return UnsupportedCombinationError(device, first.op, scheme, same, reasons, suggestions)
+
+
+def make_planned(
+    checkpoint: str | os.PathLike[str] | Checkpoint,
+    device: str | Device | None = None,
+    *,
+    backend: str | None = None,
+    tp: int = 1,
+    ep: int = 1,
+    component: str | None = None,
+    allow: Iterable[str] = (),
+    prefer: str | None = None,
+    registry: Registry | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Planned:
+    """`plan`, with the resolved modules and chosen capabilities that loading and converting need."""
+    registry = registry or default_registry()
+    environ = os.environ if environ is None else environ
+    policy = _policy(allow, prefer or environ.get(PREFER_VARIABLE) or "memory")
+    if tp < 1 or ep < 1:
+        raise UsageError(f"tp and ep must be positive, found {tp} and {ep}")
+    asked = resolve_device(device, registry, environ) if isinstance(device, str) else device
+    chosen = choose_backend(asked, backend, registry, environ)
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    if component is not None and component not in {item.name for item in opened.components}:
+        names = ", ".join(item.name or "(the checkpoint itself)" for item in opened.components)
+        raise UsageError(f"no component {component!r}; the checkpoint has: {names}")
+    target = Target(chosen.spec, chosen.device, tp, ep, policy, chosen.is_default, chosen.reason)
+    formats = [registry.load(FORMATS, name) for name in registry.names(FORMATS)]
+    families = [family for name in registry.names(MODELS) for family in registry.load(MODELS, name)]
+    return make_plan(opened, target, formats, families, component)
+
+
+def _policy(allow: Iterable[str], prefer: str) -> Policy:
+    allowed = frozenset(allow)
+    unknown = sorted(allowed - set(ALLOWANCES))
+    if unknown:
+        raise UsageError(f"cannot allow {', '.join(unknown)}; known: {', '.join(ALLOWANCES)}")
+    if prefer not in PREFERENCES:
+        raise UsageError(f"cannot prefer {prefer!r}; known: {', '.join(PREFERENCES)}")
+    return Policy(allowed, prefer)
+
+

@@ -1,0 +1,99 @@
+"""Holding one layer against the capabilities of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.requirements import Requirement
+
+from omniplat.capability import Accepted, Capability, Decision, Rejected, compare_activation, matches
+from omniplat.device import Device
+from omniplat.layer import LayerSpec
+
+#: What a caller may allow beyond the default rules (`--allow`).
+ALLOWANCES = ("activation-change", "requantize", "dequantize", "model-advice")
+PREFERENCES = ("memory", "speed")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the caller allows and prefers."""
+
+    allow: frozenset[str] = frozenset()
+    prefer: str = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One capability and its answer."""
+
+    capability: Capability
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The chosen capability (None when no one accepts) and the answers of all that were asked."""
+
+    chosen: Candidate | None
+    candidates: tuple[Candidate, ...]
+
+
+def decide(capability: Capability, spec: LayerSpec, device: Device, policy: Policy) -> Decision:
+    """The first rule of `capability` that refuses the layer, or its acceptance."""
+    if capability.op != spec.op:
+        return Rejected("op", capability.op, spec.op)
+    for scheme in filter(None, (spec.scheme, spec.moe.w2_scheme if spec.moe else None)):
+        if not matches(capability.weights, scheme.weight_id):
+            return Rejected("weight", ", ".join(capability.weights), scheme.weight_id)
+        declared = scheme.activation_id
+        if not capability.executes:
+            if not matches(capability.activations, declared):
+                return Rejected("activation", ", ".join(capability.activations), declared)
+        elif compare_activation(declared, capability.executes) == "changed" and "activation-change" not in policy.allow:
+            return Rejected("activation", f"{capability.executes} or below", declared)
+    if capability.archs and device.arch not in capability.archs:
+        return Rejected("arch", ", ".join(capability.archs), device.arch)
+    if spec.dtype not in capability.dtypes:
+        return Rejected("dtype", ", ".join(capability.dtypes), spec.dtype)
+    if spec.bias and not capability.bias:
+        return Rejected("bias", "none", "bias")
+    sizes = {"in": spec.in_features, "out": spec.out_features}
+    if spec.moe is not None:
+        sizes |= {"intermediate": spec.moe.intermediate, "experts": spec.moe.experts}
+    for rule in capability.shapes:
+        if rule.dim in sizes and not rule.accepts(sizes[rule.dim]):
+            return Rejected(rule.dim, rule.needed, str(sizes[rule.dim]))
+    if not device.described:
+        for text in capability.requires:
+            missing = _unsatisfied(text)
+            if missing:
+                return Rejected("distribution", text, missing)
+    activation = capability.executes or spec.scheme.activation_id
+    return Accepted(f"{spec.scheme.weight_id}/{activation}", capability.via)
+
+
+def _unsatisfied(requirement: str) -> str:
+    """What is installed where `requirement` is not met; "" where it is."""
+    needed = Requirement(requirement)
+    try:
+        found = version(needed.name)
+    except PackageNotFoundError:
+        return "not installed"
+    return "" if needed.specifier.contains(found, prereleases=True) else found
+
+
+def match(spec: LayerSpec, capabilities: Sequence[Capability], device: Device, policy: Policy) -> Match:
+    """Ask every capability; choose by resident size (unless speed is preferred), priority, then name."""
+    candidates = tuple(Candidate(cap, decide(cap, spec, device, policy)) for cap in capabilities)
+    accepted = [item for item in candidates if isinstance(item.decision, Accepted)]
+    if not accepted:
+        return Match(None, candidates)
+
+    def order(item: Candidate) -> tuple[bool, int, str]:
+        grows = policy.prefer == "memory" and item.capability.resident > 1.0
+        return grows, -item.capability.priority, item.capability.name
+
+    return Match(min(accepted, key=order), candidates)

@@ -1,0 +1,278 @@
+"""Packing: from resolved checkpoint modules to runtime layers.
+
+Fused layers are derived from what their parts resolved to, never matched against rules themselves. Parts of
+different schemes stay apart (q, k, v; gate, up); experts of different schemes make the layer invalid.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omniplat.findings import Finding, finding
+from omniplat.formats.resolve import Resolution
+from omniplat.formats.resolved import ResolvedModule
+from omniplat.layer import LayerSpec, MoeSpec
+from omniplat.models.builtin import UNKNOWN
+from omniplat.models.family import Attention, ExpertNames, Family, attention_of, identifiers_of
+from omniplat.models.names import EXPERT
+from omniplat.packed import PackedLayer, Part
+from omniplat.roworder import AS_IS, RowOrder
+
+_DTYPES = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Runtime layers of one component, in name order. `invalid` maps layer names to what is wrong with them."""
+
+    layers: tuple[PackedLayer, ...]
+    family: Family
+    attention: Attention
+    findings: tuple[Finding, ...]
+    invalid: Mapping[str, str]
+
+
+def family_of(config: Mapping[str, Any], families: Sequence[Family]) -> Family:
+    """The first family that knows one of the config's identifiers; `UNKNOWN` otherwise."""
+    for identifier in identifiers_of(config):
+        for family in families:
+            if identifier in family.identifiers:
+                return family
+    return UNKNOWN
+
+
+def pack(resolution: Resolution, family: Family) -> Packed:
+    """Group a component's modules into layers by the family's table."""
+    return _Packer(resolution, family).run()
+
+
+class _Packer:
+    """Collects the layers and findings of one component."""
+
+    def __init__(self, resolution: Resolution, family: Family) -> None:
+        self._source = resolution.component
+        self._component = resolution.component.name
+        self._modules = {module.name: module for module in resolution.modules}
+        self._family = family
+        self._attention = attention_of(resolution.component.config)
+        self._act = str(resolution.component.config.get("hidden_act") or "silu")
+        self._dtype = _compute_dtype(resolution.component.config)
+        self._findings: list[Finding] = []
+        self._invalid: dict[str, str] = {}
+        self._mixed: dict[str, list[str]] = defaultdict(list)
+
+    def run(self) -> Packed:
+        rest = dict(self._modules)
+        layers = self._experts(rest)
+        layers += self._fused(rest)
+        layers += [self._linear(module.name, (module,)) for module in rest.values()]
+        if not self._family.name and any(module.status != "unquantized" for module in self._modules.values()):
+            self._findings.append(
+                finding(
+                    "unknown-family",
+                    "no packing table for this model: every module is planned unfused",
+                    component=self._component,
+                )
+            )
+        for message, names in sorted(self._mixed.items()):
+            self._findings.append(
+                finding("mixed-fused-shards", message, component=self._component, modules=sorted(names))
+            )
+        layers.sort(key=lambda layer: layer.spec.name)
+        return Packed(tuple(layers), self._family, self._attention, tuple(self._findings), self._invalid)
+
+    # -- linear layers ------------------------------------------------------------------------------
+
+    def _linear(self, name: str, modules: Sequence[ResolvedModule]) -> PackedLayer:
+        first = modules[0]
+        spec = LayerSpec(
+            name,
+            "linear",
+            sum(module.out_features for module in modules),
+            first.in_features,
+            first.scheme,
+            dtype=_DTYPES.get(first.stored_dtype, self._dtype),
+            bias=any("bias" in module.tensors for module in modules),
+            parts=tuple(module.out_features for module in modules),
+            component=self._component,
+        )
+        parts = tuple(Part(module, self._row_order(module.name)) for module in modules)
+        if len(modules) == 1:
+            spec = replace(spec, parts=self._disk_parts(first))
+        return PackedLayer(spec, parts, fused=len(modules) > 1)
+
+    def _fused(self, rest: dict[str, ResolvedModule]) -> list[PackedLayer]:
+        layers: list[PackedLayer] = []
+        for fused in self._family.fused:
+            tails = tuple("." + part for part in fused.parts)
+            heads = {name.removesuffix(tail) for tail in tails for name in rest if name.endswith(tail)}
+            for head in sorted(heads):
+                names = [head + tail for tail in tails if head + tail in rest]
+                if len(names) < 2 or EXPERT.fullmatch(names[0]):
+                    continue
+                modules = [rest[name] for name in names]
+                reason = _why_not_fused(modules) or self._static_scales_differ(modules)
+                if reason:
+                    if reason not in _QUIET:
+                        self._mixed[f"{fused.name}: {reason}; planned as separate layers"] += names
+                    continue
+                for name in names:
+                    del rest[name]
+                layers.append(self._linear(f"{head}.{fused.name}", modules))
+        return layers
+
+    def _static_scales_differ(self, modules: Sequence[ResolvedModule]) -> str:
+        """Parts that see their input through different static scales are never merged by taking the larger one."""
+        for role in ("input_scale", "input_zero_point", "input_global_scale"):
+            values = {self._source.read_small(m.tensors[role]) for m in modules if role in m.tensors}
+            if len(values) > 1:
+                return f"the static {role} of the parts differs"
+        return ""
+
+    def _row_order(self, name: str) -> RowOrder:
+        for suffix, kind in self._family.disk_orders.items():
+            if name == suffix or name.endswith("." + suffix):
+                if kind == "qkv_per_kv_head":
+                    heads = self._attention
+                    if not heads.known:
+                        return AS_IS
+                    return RowOrder(kind, heads.kv_heads, heads.heads // heads.kv_heads, heads.head_dim)
+                return RowOrder(kind)
+        return AS_IS
+
+    def _disk_parts(self, module: ResolvedModule) -> tuple[int, ...]:
+        """Rows of the parts of a tensor that is fused on disk: q, k, v by the head counts, gate and up by halves."""
+        leaf = module.name.rpartition(".")[2]
+        rows, heads = module.out_features, self._attention
+        if leaf in ("qkv_proj", "qkv", "to_qkv") and heads.known:
+            kv = heads.kv_heads * heads.head_dim
+            if rows == heads.heads * heads.head_dim + 2 * kv:
+                return (rows - 2 * kv, kv, kv)
+        if leaf in ("gate_up_proj", "gate_and_up_proj") and rows % 2 == 0:
+            return (rows // 2, rows // 2)
+        return (rows,)
+
+    # -- experts ------------------------------------------------------------------------------------
+
+    def _experts(self, rest: dict[str, ResolvedModule]) -> list[PackedLayer]:
+        by_container: dict[str, dict[int, dict[str, ResolvedModule]]] = defaultdict(lambda: defaultdict(dict))
+        for name, module in self._modules.items():
+            match = EXPERT.fullmatch(name)
+            if match:
+                by_container[match["container"]][int(match["index"])][match["leaf"]] = module
+        layers: list[PackedLayer] = []
+        for container, experts in by_container.items():
+            names = self._expert_names(experts)
+            if names is None:
+                continue
+            for leaves in experts.values():
+                for module in leaves.values():
+                    del rest[module.name]
+            layers.append(self._moe(container, experts, names))
+        return layers
+
+    def _expert_names(self, experts: Mapping[int, Mapping[str, ResolvedModule]]) -> ExpertNames | None:
+        """The naming whose leaves all of the container's modules have."""
+        found = {leaf for leaves in experts.values() for leaf in leaves}
+        for names in self._family.experts or UNKNOWN.experts:
+            if found <= {names.gate, names.up, names.down, names.fused} and names.down in found:
+                return names
+        return None
+
+    def _moe(
+        self, name: str, experts: Mapping[int, Mapping[str, ResolvedModule]], names: ExpertNames
+    ) -> PackedLayer:
+        w13: list[tuple[Part, ...]] = []
+        w2: list[tuple[Part, ...]] = []
+        missing: list[str] = []
+        for index in range(max(experts) + 1):
+            leaves = experts.get(index, {})
+            up_parts = (names.fused,) if names.fused in leaves else (names.gate, names.up)
+            absent = [leaf for leaf in (*up_parts, names.down) if leaf not in leaves]
+            missing += [f"{name}.{index}.{leaf}" for leaf in absent]
+            w13.append(tuple(self._part(leaves[leaf]) for leaf in up_parts if leaf in leaves))
+            w2.append(tuple(self._part(leaves[leaf]) for leaf in (names.down,) if leaf in leaves))
+        modules = [part.module for group in (*w13, *w2) for part in group]
+        self._check_experts(name, w13, w2, missing)
+        first = w13[0][0].module if w13 and w13[0] else modules[0]
+        down = w2[0][0].module if w2 and w2[0] else modules[-1]
+        rows = sum(part.module.out_features for part in w13[0]) if w13 else 0
+        spec = LayerSpec(
+            name,
+            "moe",
+            down.out_features,
+            first.in_features,
+            first.scheme,
+            dtype=_DTYPES.get(first.stored_dtype, self._dtype),
+            bias=any("bias" in module.tensors for module in modules),
+            parts=(rows // 2, rows // 2),
+            moe=MoeSpec(len(w13), rows // 2, self._act, down.scheme if down.scheme != first.scheme else None),
+            component=self._component,
+        )
+        return PackedLayer(spec, w13=tuple(w13), w2=tuple(w2))
+
+    def _part(self, module: ResolvedModule) -> Part:
+        return Part(module, self._row_order(module.name))
+
+    def _check_experts(
+        self, name: str, w13: Sequence[tuple[Part, ...]], w2: Sequence[tuple[Part, ...]], missing: Sequence[str]
+    ) -> None:
+        if missing:
+            self._refuse(name, "missing-tensor", f"{name}: {missing[0]} and others are absent"
+                         if len(missing) > 1 else f"{missing[0]} is absent", missing)  # fmt: skip
+            return
+        for groups in (w13, w2):
+            modules = [part.module for group in groups for part in group]
+            if any(module.status == "invalid" for module in modules):
+                self._invalid.setdefault(name, "a module of an expert is invalid")
+                continue
+            kinds = _kinds(modules)
+            if len(kinds) > 1:
+                rare = min(kinds.values(), key=len)
+                counts = ", ".join(f"{len(names)} {kind}" for kind, names in sorted(kinds.items()))
+                self._refuse(name, "mixed-fused-shards", f"{name}: experts differ: {counts}", rare)
+
+    def _refuse(self, name: str, code: str, message: str, modules: Iterable[str]) -> None:
+        self._invalid[name] = message
+        self._findings.append(
+            finding(code, message, severity="error", component=self._component, modules=sorted(modules))
+        )
+
+
+_INVALID = "a part is invalid"
+_ORDERED = "every part has a group order of its own"
+#: Reasons that are no mixture: the invalid part has its own finding, an own order is the dialect's normal case.
+_QUIET = (_INVALID, _ORDERED)
+
+
+def _kinds(modules: Iterable[ResolvedModule]) -> dict[str, list[str]]:
+    """Names by scheme and shape of K: what experts of one layer must share."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        kinds[f"{module.scheme.id} [{module.out_features}, {module.in_features}]"].append(module.name)
+    return kinds
+
+
+def _why_not_fused(modules: Sequence[ResolvedModule]) -> str:
+    """Empty when the modules can be one layer."""
+    if any(module.status == "invalid" for module in modules):
+        return _INVALID
+    schemes = {module.scheme for module in modules}
+    if len(schemes) > 1:
+        by_leaf = ", ".join(f"{m.name.rpartition('.')[2]} {m.scheme.id}" for m in modules)
+        return f"parts have different schemes ({by_leaf})"
+    if len({module.in_features for module in modules}) > 1:
+        return "parts have different K"
+    if len({module.stored_dtype for module in modules}) > 1:
+        return "parts are stored in different dtypes"
+    if any(module.storage.act_order for module in modules):
+        return _ORDERED
+    return ""
+
+
+def _compute_dtype(config: Mapping[str, Any]) -> str:
+    name = config.get("dtype") or config.get("torch_dtype")
+    return {"float16": "f16", "float32": "f32"}.get(str(name), "bf16")

@@ -1,0 +1,343 @@
+"""Planning: checkpoint -> resolved modules -> layers -> a kernel for each, before any weight is read."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from omniplat._version import __version__
+from omniplat.backend import BackendSpec
+from omniplat.capability import Accepted, Capability, Rejected, compare_activation
+from omniplat.checkpoint.folder import Checkpoint
+from omniplat.device import Device
+from omniplat.findings import Finding, finding
+from omniplat.formats.base import Format
+from omniplat.formats.detect import read_metadata
+from omniplat.formats.resolve import Resolution, resolve_component
+from omniplat.formats.resolved import ResolvedModule
+from omniplat.layer import LayerSpec
+from omniplat.legality import TP_SIZES, Cut, cut_columns, cut_heads, cut_rows
+from omniplat.match import Match, Policy, match
+from omniplat.models.family import Family
+from omniplat.packed import PackedLayer
+from omniplat.packing import Packed, family_of, pack
+from omniplat.plan import Plan, PlanCheckpoint, PlanDevice, PlanLayer, PlanRule, PlanSummary, PlanTrace
+from omniplat.scheme import Scheme, TensorQuant
+
+_ACTIVATION_NOTES = {"weight-only": "weight-only", "upgraded": "activation-upgraded", "regrouped": "activation-regrouped"}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a plan is to run: backend, device, parallel sizes, what the caller allows."""
+
+    spec: BackendSpec
+    device: Device
+    tp: int = 1
+    ep: int = 1
+    policy: Policy = Policy()
+    is_default: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLayer:
+    """A layer of the plan with what the loader needs: its modules and the capability that was chosen."""
+
+    layer: PlanLayer
+    packed: PackedLayer
+    capability: Capability | None
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan and its layers as objects; `resolutions` has the resolved modules of every component."""
+
+    plan: Plan
+    layers: tuple[PlannedLayer, ...]
+    resolutions: tuple[Resolution, ...]
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    target: Target,
+    formats: Sequence[Format],
+    families: Sequence[Family],
+    component: str | None = None,
+) -> Planned:
+    """Plan every layer of a checkpoint, or of one of its components."""
+    layers: list[PlannedLayer] = []
+    findings: list[Finding] = []
+    resolutions: list[Resolution] = []
+    if target.is_default:
+        findings.append(finding("device-default", target.reason))
+    for part in checkpoint.components:
+        if component is not None and part.name != component:
+            continue
+        family = family_of(part.config, families)
+        resolution = resolve_component(part, read_metadata(part, formats, family.parts_of))
+        packed = pack(resolution, family)
+        planner = _ComponentPlanner(packed, target)
+        layers += [planner.plan(layer) for layer in packed.layers]
+        findings += [*resolution.findings, *packed.findings, *planner.findings()]
+        resolutions.append(resolution)
+    plan = Plan(
+        PlanCheckpoint(
+            str(checkpoint.path),
+            tuple(dict.fromkeys(item.format for item in resolutions if item.format)),
+            tuple(item.component.name for item in resolutions),
+        ),
+        PlanDevice(target.device.kind, target.device.arch, target.device.name, target.device.described),
+        tuple(item.layer for item in layers),
+        tuple(sorted(findings, key=lambda item: ("error", "warning", "note").index(item.severity))),
+        _summary([item.layer for item in layers]),
+        _assumptions(target),
+        __version__,
+    )
+    return Planned(plan, tuple(layers), tuple(resolutions))
+
+
+def _assumptions(target: Target) -> dict[str, str]:
+    """Versions a described device is assumed to have: those that the backend's extra asks for."""
+    if not target.device.described:
+        return {}
+    needed = [Requirement(text) for text in target.spec.distributions]
+    return {item.name: str(item.specifier) for item in needed}
+
+
+def _summary(layers: Sequence[PlanLayer]) -> PlanSummary:
+    status = Counter(layer.status for layer in layers)
+    runs = [layer for layer in layers if layer.executes is not None]
+    tp = [set(layer.legal_tp) for layer in layers]
+    ep = [set(layer.legal_ep) for layer in layers if layer.legal_ep]
+    return PlanSummary(
+        len(layers),
+        status["ok"],
+        status["unquantized"],
+        status["unsupported"],
+        status["invalid"],
+        dict(sorted(Counter(str(layer.executes) for layer in runs).items())),
+        sum(layer.stored_bytes for layer in layers),
+        sum(layer.resident_bytes for layer in layers),
+        "rank",
+        tuple(sorted(set.intersection(*tp))) if tp else (),
+        tuple(sorted(set.intersection(*ep))) if ep else (),
+    )
+
+
+@cache
+def _details_of(quant: TensorQuant | None) -> dict[str, Any] | None:
+    return asdict(quant) if quant is not None else None
+
+
+def _details(scheme: Scheme) -> dict[str, Any]:
+    return {
+        "weight": _details_of(scheme.weight),
+        "activation": _details_of(scheme.activation),
+        "pre_scale": scheme.pre_scale,
+    }
+
+
+class _ComponentPlanner:
+    """Plans the layers of one component; equal layers are matched once."""
+
+    def __init__(self, packed: Packed, target: Target) -> None:
+        self._packed = packed
+        self._target = target
+        self._matches: dict[LayerSpec, Match] = {}
+        self._notes: dict[tuple[str, str], list[str]] = defaultdict(list)
+
+    def plan(self, layer: PackedLayer) -> PlannedLayer:
+        spec, target = layer.spec, self._target
+        modules = layer.modules
+        tp_cuts = {size: self._cut(layer, size) for size in TP_SIZES}
+        ep = tuple(_divisors(spec.moe.experts)) if spec.moe is not None else ()
+        status = self._status(layer)
+        problem = self._parallel_problem(layer, tp_cuts)
+        capability: Capability | None = None
+        executes: str | None = None
+        trace: tuple[PlanTrace, ...] = ()
+        if status == "unquantized":
+            # The model's own linear layer runs it; there is nothing to dispatch.
+            executes = spec.scheme.id
+            status = "unsupported" if problem else status
+        elif status == "ok":
+            outcome = self._match(self._per_rank(layer))
+            chosen = outcome.chosen
+            trace = _trace(outcome, target.spec)
+            if chosen is None or problem:
+                status = "unsupported"
+            else:
+                capability = chosen.capability
+                assert isinstance(chosen.decision, Accepted)
+                executes = chosen.decision.executes
+            if chosen is None:
+                self._notes["unsupported-combination", _unsupported(spec, target)] += [m.name for m in modules]
+            elif executes is not None:
+                self._note_activation(spec, executes, modules)
+        first = modules[0]
+        stored = sum(module.stored_bytes for module in modules) // self._shares(layer)
+        resident = int(stored * capability.resident) if capability is not None else stored
+        document = PlanLayer(
+            spec.name,
+            spec.component,
+            spec.op,
+            tuple(sorted(module.name for module in modules)),
+            _shape(spec),
+            _joined(layer, declared=True),
+            _joined(layer, declared=False) or "",
+            executes,
+            _details(spec.scheme),
+            status,
+            first.storage.container,
+            first.stored_dtype,
+            tuple(size for size, cut in tp_cuts.items() if cut.legal),
+            ep,
+            PlanRule(first.decided_by.file, first.decided_by.rule, first.decided_by.reading),
+            target.spec.name if capability is not None else None,
+            capability.name if capability is not None else None,
+            (capability.via or None) if capability is not None else None,
+            capability.variants if capability is not None else (),
+            None,
+            trace,
+            stored,
+            resident,
+            resident + max(module.stored_bytes for module in modules),
+        )
+        return PlannedLayer(document, layer, capability)
+
+    def _status(self, layer: PackedLayer) -> str:
+        if layer.spec.name in self._packed.invalid or any(m.status == "invalid" for m in layer.modules):
+            return "invalid"
+        return "unquantized" if layer.spec.scheme.is_unquantized else "ok"
+
+    # -- parallelism --------------------------------------------------------------------------------
+
+    def _style(self, name: str) -> str:
+        """ "column", "row" or "replicated", by the family's table."""
+        for style, suffixes in (("column", self._packed.family.column), ("row", self._packed.family.row)):
+            if any(name == suffix or name.endswith("." + suffix) for suffix in suffixes):
+                return style
+        return "replicated"
+
+    def _cut(self, layer: PackedLayer, tp: int) -> Cut:
+        spec = layer.spec
+        if spec.moe is not None:
+            down = spec.moe.w2_scheme or spec.scheme
+            rows = cut_rows(spec.scheme, (spec.moe.intermediate,), tp, what="I")
+            return rows if not rows.legal else cut_columns(down, spec.moe.intermediate, tp, what="I")
+        style = self._style(layer.parts[0].module.name)
+        if style == "row":
+            return cut_columns(spec.scheme, spec.in_features, tp)
+        if style == "column":
+            heads = self._packed.attention
+            leaf = spec.name.rpartition(".")[2]
+            if leaf in ("qkv_proj", "q_proj", "k_proj", "v_proj") and heads.known and tp > 1:
+                cut = cut_heads(heads.kv_heads, heads.heads, tp)
+                if not cut.legal or tp > heads.kv_heads:
+                    return cut
+            return cut_rows(spec.scheme, spec.parts, tp)
+        return Cut()
+
+    def _parallel_problem(self, layer: PackedLayer, cuts: dict[int, Cut]) -> str:
+        target, spec = self._target, layer.spec
+        names = [module.name for module in layer.modules]
+        cut = cuts[target.tp] if target.tp in cuts else self._cut(layer, target.tp)
+        if not cut.legal:
+            self._notes["tp-not-divisible", f"tp = {target.tp}: {cut.problem}"] += names
+            return cut.problem
+        if spec.moe is not None and spec.moe.experts % target.ep:
+            problem = f"{spec.moe.experts} experts are not a multiple of ep = {target.ep}"
+            self._notes["ep-not-divisible", problem] += names
+            return problem
+        return ""
+
+    def _shares(self, layer: PackedLayer) -> int:
+        if layer.spec.moe is not None:
+            return self._target.tp * self._target.ep
+        return self._target.tp if self._style(layer.parts[0].module.name) != "replicated" else 1
+
+    def _per_rank(self, layer: PackedLayer) -> LayerSpec:
+        """The layer as one rank holds it: what kernels' shape rules are about."""
+        spec, tp = layer.spec, self._target.tp
+        if tp == 1 and self._target.ep == 1:
+            return spec
+        if spec.moe is not None:
+            moe = replace(
+                spec.moe, intermediate=spec.moe.intermediate // tp, experts=spec.moe.experts // self._target.ep
+            )
+            return replace(spec, moe=moe)
+        style = self._style(layer.parts[0].module.name)
+        if style == "row":
+            return replace(spec, in_features=spec.in_features // tp)
+        return replace(spec, out_features=spec.out_features // tp) if style == "column" else spec
+
+    # -- kernels ------------------------------------------------------------------------------------
+
+    def _match(self, spec: LayerSpec) -> Match:
+        key = replace(spec, name="", component="", parts=())
+        if key not in self._matches:
+            target = self._target
+            self._matches[key] = match(spec, target.spec.capabilities, target.device, target.policy)
+        return self._matches[key]
+
+    def _note_activation(self, spec: LayerSpec, executes: str, modules: Sequence[ResolvedModule]) -> None:
+        declared, executed = spec.scheme.activation_id, executes.partition("/")[2]
+        code = _ACTIVATION_NOTES.get(compare_activation(declared, executed), "")
+        if code:
+            self._notes[code, f"declared {spec.scheme.id}, executes {executes}"] += [m.name for m in modules]
+
+    def findings(self) -> list[Finding]:
+        component = self._packed.layers[0].spec.component if self._packed.layers else ""
+        return [
+            finding(code, message, component=component, modules=names)
+            for (code, message), names in sorted(self._notes.items())
+        ]
+
+
+def _unsupported(spec: LayerSpec, target: Target) -> str:
+    return f"{target.device} has no kernel for {spec.op} with {spec.scheme.id}"
+
+
+def _trace(outcome: Match, spec: BackendSpec) -> tuple[PlanTrace, ...]:
+    """The answers of the kernels of the same op; of all kernels where none accepts."""
+    if not spec.capabilities:
+        nothing = {"rule": "capabilities", "needed": "a kernel", "found": f"backend {spec.name} declares none yet"}
+        return (PlanTrace(spec.name, nothing),)
+    trace = []
+    for item in outcome.candidates:
+        decision = item.decision
+        if item is outcome.chosen:
+            continue
+        if isinstance(decision, Rejected):
+            if decision.rule != "op" or outcome.chosen is None:
+                rejected = {"rule": decision.rule, "needed": decision.needed, "found": decision.found}
+                trace.append(PlanTrace(item.capability.name, rejected))
+        else:
+            trace.append(PlanTrace(item.capability.name, accepted={"executes": decision.executes}))
+    return tuple(trace)
+
+
+def _shape(spec: LayerSpec) -> dict[str, int]:
+    shape = {"out": spec.out_features, "in": spec.in_features}
+    if spec.moe is not None:
+        shape |= {"intermediate": spec.moe.intermediate, "experts": spec.moe.experts}
+    return shape
+
+
+def _joined(layer: PackedLayer, *, declared: bool) -> str | None:
+    """The id of the layer; of w13 and w2 joined with "+" where they differ, None where nothing is declared."""
+    groups = (layer.w13, layer.w2) if layer.spec.op == "moe" else ((layer.parts,),)
+    modules = [group[0][0].module for group in groups if group and group[0]]
+    ids = [(m.declared.id if m.declared else None) if declared else m.scheme.weight_id for m in modules]
+    known = [text for text in dict.fromkeys(ids) if text is not None]
+    return "+".join(known) if known else None
+
+
+def _divisors(count: int) -> Iterable[int]:
+    return (size for size in range(1, count + 1) if count % size == 0)
