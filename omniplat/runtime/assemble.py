@@ -6,6 +6,9 @@ holds more than the layer and one part of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -21,11 +24,30 @@ class Assembly:
     Row roles (codes, scales, zero points, bias) are concatenated along N. A role that belongs to the columns
     or to the input (`group_index`, `pre_scale`, static input scales) must be the same in all parts of one
     weight: it is never merged. A part without bias in a layer with bias gets zeros.
+
+    Where a part of a block-scaled layer ends inside a block (K projections of 64 rows, blocks of 128), the
+    whole gets blocks of fewer rows, down to the greatest height that divides all `starts`, with the scales
+    repeated: the same values.
     """
 
-    def __init__(self, name: str, scheme: Scheme, rows: int, columns: int, *, experts: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        scheme: Scheme,
+        rows: int,
+        columns: int,
+        *,
+        experts: int = 0,
+        starts: Sequence[int] = (),
+    ) -> None:
         self._name = name
+        self._declared = scheme
         self._scheme = scheme
+        self._unit = 1
+        if scheme.weight.granularity == "block":
+            height, width = scheme.weight.block
+            self._unit = gcd(height, *starts)
+            self._scheme = replace(scheme, weight=replace(scheme.weight, block=(self._unit, width)))
         self._rows = rows
         self._columns = columns
         self._experts = experts
@@ -36,9 +58,9 @@ class Assembly:
 
     def put(self, part: CanonicalWeight, row: int, *, module: str, expert: int = 0) -> None:
         """Write `part` (of checkpoint module `module`) at `row`; raises InvalidCheckpointError if it does not fit."""
-        if part.scheme != self._scheme:
+        if part.scheme != self._declared:
             raise InvalidCheckpointError(
-                f"is {part.scheme.id}, the layer {self._name} is {self._scheme.id}", key=module
+                f"is {part.scheme.id}, the layer {self._name} is {self._declared.id}", key=module
             )
         if part.in_features != self._columns or row + part.out_features > self._rows or expert >= max(self._experts, 1):
             raise InvalidCheckpointError(
@@ -70,16 +92,15 @@ class Assembly:
             raise InvalidCheckpointError(f"no checkpoint module fills {where}", key=self._name)
         return CanonicalWeight(self._scheme, self._rows, self._columns, self._arrays)
 
-    def _row_unit(self, role: str) -> int:
-        weight = self._scheme.weight
-        return weight.block[0] if role == "scale" and weight.granularity == "block" else 1
-
     def _put_rows(self, role: str, array: Array, row: int, rows: int, expert: int, module: str) -> None:
-        unit = self._row_unit(role)
-        if row % unit:
-            raise InvalidCheckpointError(
-                f"starts at row {row} of {self._name}, which cuts a block of {unit} rows", key=module
-            )
+        unit = 1
+        if role == "scale" and self._declared.weight.granularity == "block":
+            unit = self._unit
+            if row % unit:
+                raise InvalidCheckpointError(
+                    f"starts at row {row} of {self._name}, which cuts a block of {unit} rows", key=module
+                )
+            array = np.repeat(array, self._declared.weight.block[0] // unit, axis=0)[: -(-rows // unit)]
         if array.shape[0] != -(-rows // unit):
             raise InvalidCheckpointError(f"{role} has {array.shape[0]} rows, needs {-(-rows // unit)}", key=module)
         whole = self._arrays.get(role)

@@ -8,6 +8,7 @@ Formats never see slices, the slicer never sees dialects, kernels see neither.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -91,7 +92,8 @@ def _load_linear(
     spec = layer.spec
     if spec.op != "linear":
         raise UsageError(f"{kernel.name} is a kernel for linear layers; {spec.name} is {spec.op}")
-    assembly = Assembly(spec.name, spec.scheme, spec.out_features, spec.in_features)
+    starts = tuple(accumulate((part.module.out_features for part in layer.parts[:-1]), initial=0))
+    assembly = Assembly(spec.name, spec.scheme, spec.out_features, spec.in_features, starts=starts)
     row = 0
     for part in layer.parts:
         weight = read_canonical(part.module, reader, part.row_order, rank)
@@ -109,7 +111,9 @@ def _load_moe(
     if spec.op != "moe" or spec.moe is None:
         raise UsageError(f"{kernel.name} is a kernel for experts; {spec.name} is {spec.op}")
     moe = spec.moe
-    w13 = Assembly(f"{spec.name}.w13", spec.scheme, 2 * moe.intermediate, spec.in_features, experts=moe.experts)
+    w13_name, rows = f"{spec.name}.w13", 2 * moe.intermediate
+    starts = tuple({n for group in layer.w13 for n in (part.module.out_features for part in group[:-1])})
+    w13 = Assembly(w13_name, spec.scheme, rows, spec.in_features, experts=moe.experts, starts=starts)
     w2_scheme = moe.w2_scheme or spec.scheme
     w2 = Assembly(f"{spec.name}.w2", w2_scheme, spec.out_features, moe.intermediate, experts=moe.experts)
     _fill_experts(w13, layer.w13, layer.stacked, moe, spec.name, reader, rank)

@@ -1,0 +1,125 @@
+"""The command line: a thin skin over `omniplat.api`. Exit codes: 0 fine, 1 the answer is no, 2 usage or input."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from omniplat.cli.output import report_error
+from omniplat.errors import OmniplatError
+
+app = typer.Typer(
+    name="omniplat",
+    help="Which kernel runs every quantized layer of a checkpoint, why, and running it.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+)
+
+CheckpointArgument = Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint folder or .safetensors file.")]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", metavar="D", help="kind, kind:arch, or the output of `info --json`.")
+]
+BackendOption = Annotated[str | None, typer.Option("--backend", help="Backend by name, instead of the device's.")]
+ComponentOption = Annotated[str | None, typer.Option("--component", help="One component of a pipeline.")]
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option("--allow", help="activation-change, requantize, dequantize, model-advice; may be repeated."),
+]
+PreferOption = Annotated[str | None, typer.Option("--prefer", help="memory (default) or speed.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@app.command()
+def info(json_output: JsonOption = False) -> None:
+    """Devices, backends and versions; what failed to load, and why."""
+    from omniplat.cli.info import info as body
+
+    raise typer.Exit(body(json_output))
+
+
+@app.command()
+def plan(
+    checkpoint: CheckpointArgument,
+    device: DeviceOption = None,
+    backend: BackendOption = None,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")] = 1,
+    ep: Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel size.")] = 1,
+    component: ComponentOption = None,
+    allow: AllowOption = None,
+    prefer: PreferOption = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Every layer on its own line.")] = False,
+    explain: Annotated[str | None, typer.Option("--explain", metavar="LAYER", help="One layer's whole story.")] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Which kernel runs every layer, and why. Reads headers only."""
+    from omniplat.cli.plan import plan_command
+
+    code = plan_command(
+        checkpoint, device, backend=backend, tp=tp, ep=ep, component=component, allow=allow or [], prefer=prefer,
+        show_all=show_all, explain=explain, json_output=json_output,
+    )  # fmt: skip
+    raise typer.Exit(code)
+
+
+@app.command()
+def run(
+    checkpoint: CheckpointArgument,
+    device: DeviceOption = None,
+    backend: BackendOption = None,
+    reference: Annotated[
+        Path | None, typer.Option("--reference", metavar="BF16_CKPT", help="The original, for fidelity.")
+    ] = None,
+    component: ComponentOption = None,
+    allow: AllowOption = None,
+    prefer: PreferOption = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Rows of the random input.")] = 32,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the random input.")] = 0,
+    json_output: JsonOption = False,
+) -> None:
+    """Load every quantized layer, run it, report fidelity and time."""
+    from omniplat.cli.run import run_command
+
+    code = run_command(
+        checkpoint, device, backend=backend, reference=reference, component=component, allow=allow or [],
+        prefer=prefer, tokens=tokens, seed=seed, json_output=json_output,
+    )  # fmt: skip
+    raise typer.Exit(code)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A quantized checkpoint folder.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="A folder that does not exist yet.")],
+    to: Annotated[str, typer.Option("--to", help="bf16 or f32: the dequantized checkpoint.")],
+    json_output: JsonOption = False,
+) -> None:
+    """Write a checkpoint in another format, same names and shards."""
+    from omniplat.cli.convert import convert_command
+
+    raise typer.Exit(convert_command(source, destination, to, json_output=json_output))
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Options of the program itself."""
+    if version:
+        from omniplat._version import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point of the `omniplat` script: every error of ours ends as one message and exit code 2."""
+    try:
+        app()
+    except OmniplatError as error:
+        report_error(error, json_output="--json" in sys.argv)
+        raise SystemExit(2) from None
+    except BrokenPipeError:
+        sys.stderr.close()
+        raise SystemExit(0) from None
