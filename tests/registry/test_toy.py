@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.plugins.install import HERE
 
@@ -54,9 +57,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def run(code: str, installed: Path) -> str:
+def run(code: str, installed: Path, *arguments: str) -> str:
     environ = {**os.environ, "PYTHONPATH": str(installed), "OMNIPLAT_BACKEND": "toy"}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=environ, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -67,3 +72,47 @@ def test_chosen_by_the_environment(installed: Path) -> None:
 
 def test_kernel_runs(installed: Path) -> None:
     assert run(RUN, installed) == "fine"
+
+
+PLAN = """
+import json, sys
+import omniplat
+plan = omniplat.plan(sys.argv[1], "cpu")
+torch_free = "torch" not in sys.modules
+layers = omniplat.load(sys.argv[1], "cpu")
+import torch
+from safetensors.torch import load_file
+stored = load_file(sys.argv[1] + "/model.safetensors")
+name = "model.layers.0.mlp.down_proj"
+x = torch.randn(5, 64)
+weight = stored[name + ".weight"].float() * stored[name + ".weight_scale"].float()
+y = layers[name](x)
+torch.testing.assert_close(y.float(), torch.nn.functional.linear(x, weight), rtol=2e-2, atol=2e-2)
+found = {layer.name: layer for layer in plan.layers}[name]
+print(json.dumps([torch_free, [f.code for f in plan.findings if f.severity == "error"], found.status, found.backend, found.kernel, found.executes]))
+"""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """One layer in int8 with a scale per row, as compressed-tensors writes it."""
+    codes = np.random.default_rng(0).integers(-127, 128, (32, 64), dtype=np.int8)
+    name = "model.layers.0.mlp.down_proj"
+    tensors = {f"{name}.weight": codes, f"{name}.weight_scale": np.full((32, 1), 1 / 512, dtype=np.float32)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": [],
+    }
+    config = {"model_type": "llama", "hidden_size": 32, "quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return tmp_path
+
+
+def test_plans_loads_and_runs_a_checkpoint(installed: Path, checkpoint: Path) -> None:
+    answer = json.loads(run(PLAN, installed, str(checkpoint)))
+    assert answer == [True, [], "ok", "toy", "int8_rows", "int8-channel/a16"]
