@@ -89,7 +89,8 @@ weight = stored[name + ".weight"].float() * stored[name + ".weight_scale"].float
 y = layers[name](x)
 torch.testing.assert_close(y.float(), torch.nn.functional.linear(x, weight), rtol=2e-2, atol=2e-2)
 found = {layer.name: layer for layer in plan.layers}[name]
-print(json.dumps([torch_free, [f.code for f in plan.findings if f.severity == "error"], found.status, found.backend, found.kernel, found.executes]))
+errors = [finding.code for finding in plan.findings if finding.severity == "error"]
+print(json.dumps([torch_free, errors, found.status, found.backend, found.kernel, found.executes]))
 """
 
 
