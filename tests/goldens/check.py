@@ -1,0 +1,137 @@
+"""Holding one checkpoint against its producer's own values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from omniplat.api import load_layers, make_planned
+from omniplat.canonical import CanonicalWeight
+from omniplat.checkpoint.reader import ShardReader
+from omniplat.formats.resolved import ResolvedModule
+from omniplat.formats.unpack import canonicalise
+from omniplat.models.names import is_embedding
+from omniplat.oracle import dequantize, linear
+from omniplat.packed import PackedLayer, Part
+from omniplat.planner import Planned
+from omniplat.runtime.kernel import load_kernel
+from omniplat.runtime.load import load_layer
+from tests.goldens.entries import Entry
+
+#: Relative bound on a weight: f32 arithmetic of the producer, or its rounding to bf16.
+F32_WEIGHT = 2.0**-22
+BF16_WEIGHT = 2.0**-8
+#: Relative L2 bound on an output that was accumulated in f32.
+F32_OUTPUT = 2e-6
+BF16_OUTPUT = 4e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Worst relative errors of one checkpoint. `activations` counts outputs with quantized activations."""
+
+    name: str
+    layers: int
+    modules: int
+    schemes: tuple[str, ...]
+    weight: float
+    oracle: float
+    kernel: float
+    activations: int
+
+
+def rounds_to_bf16(name: str) -> bool:
+    """True where the producer's own dequantization rounds to bf16: compressed-tensors' NVFP4, and its old release."""
+    return (name.startswith("lc") and "nvfp4" in name) or name.startswith("lc010")
+
+
+def plan_of(entry: Entry) -> Planned:
+    return make_planned(entry.checkpoint, "cpu")
+
+
+def wrong_schemes(planned: Planned, weights: dict[str, str]) -> list[str]:
+    """Modules whose stored scheme is not the one that the producer reports; embeddings are no layers."""
+    stored = {m.name: m.scheme.weight_id for r in planned.resolutions for m in r.modules}
+    wrong = []
+    for module, expected in weights.items():
+        if module not in stored:
+            if not (expected == "bf16" and is_embedding(module)):
+                wrong.append(f"{module}: in no layer, expected {expected}")
+        elif stored[module] != expected:
+            wrong.append(f"{module}: {stored[module]}, expected {expected}")
+    return wrong
+
+
+def check(entry: Entry) -> Result:
+    """Load every layer of an entry, compare every golden; raises AssertionError naming the module."""
+    planned = plan_of(entry)
+    loaded = list(load_layers(planned))
+    golden = entry.goldens()
+    modules = {m.name: (r, m) for r in planned.resolutions for m in r.modules}
+    coarse = rounds_to_bf16(entry.name)
+    weight_bound, output_bound = (BF16_WEIGHT, BF16_OUTPUT) if coarse else (F32_WEIGHT, F32_OUTPUT)
+    worst = {"weight": 0.0, "oracle": 0.0, "kernel": 0.0}
+    activations = 0
+    compared = 0
+    for key in golden:
+        name, _, kind = key.rpartition(".")
+        if kind != "weight":
+            continue
+        resolution, module = modules[name]
+        reader = ShardReader(resolution.component.root)
+        canonical = _canonical(module, reader)
+        expected = golden[key].astype(np.float64)
+        error = np.abs(dequantize(canonical) - expected).max() / np.abs(expected).max()
+        assert error <= weight_bound, f"{name}: weight differs by {error:.2e}"
+        worst["weight"] = max(worst["weight"], float(error))
+        compared += 1
+        if f"{name}.x" not in golden:
+            continue
+        x = golden[f"{name}.x"]
+        quantized = f"{name}.y_actquant" in golden
+        activations += quantized
+        wanted = golden[f"{name}.y_actquant" if quantized else f"{name}.y"].astype(np.float64)
+        known = quantized or module.scheme.activation is None
+        bias = canonical.tensors.get("bias")
+        plain = linear(x.astype(np.float64), canonical, activation=False, bias=bias)
+        _compare(f"{name}.y", plain, golden[f"{name}.y"].astype(np.float64), output_bound)
+        got = linear(x.astype(np.float64), canonical, activation=True, bias=bias)
+        if known:
+            worst["oracle"] = max(worst["oracle"], _compare(f"{name} oracle", got, wanted, output_bound))
+        run = _run_alone(planned, module, reader, x)
+        # Where the producer gives no value with its activation rule, the oracle's is the reference.
+        reference = wanted if known else got
+        worst["kernel"] = max(worst["kernel"], _compare(f"{name} kernel", run, reference, output_bound))
+    schemes = tuple(sorted({m.scheme.id for _, m in modules.values() if m.status == "ok"}))
+    return Result(entry.name, len(loaded), compared, schemes, worst["weight"], worst["oracle"], worst["kernel"], activations)
+
+
+def _canonical(module: ResolvedModule, reader: ShardReader) -> CanonicalWeight:
+    arrays = {role: reader.read(info) for role, info in module.tensors.items()}
+    return canonicalise(
+        arrays, module.storage, module.scheme, module.out_features, module.in_features, module=module.name
+    )
+
+
+def _compare(what: str, got: np.ndarray, wanted: np.ndarray, bound: float) -> float:
+    error = float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+    assert error <= bound, f"{what}: relative L2 error {error:.2e}, allowed {bound:.0e}"
+    return error
+
+
+def _run_alone(planned: Planned, module: ResolvedModule, reader: ShardReader, x: np.ndarray) -> np.ndarray:
+    """The module as a linear layer of its own, loaded and run by the kernel that its layer was planned on."""
+    owner = next(item for item in planned.layers if module in item.packed.modules)
+    spec = replace(
+        owner.packed.spec, name=module.name, op="linear", out_features=module.out_features, dtype="f32",
+        in_features=module.in_features, scheme=module.scheme, parts=(module.out_features,), moe=None,
+        bias="bias" in module.tensors,
+    )  # fmt: skip
+    impl = owner.capability.impl if owner.capability is not None and owner.layer.op == "linear" else _LINEAR
+    layer = load_layer(PackedLayer(spec, (Part(module),)), load_kernel(impl), reader)
+    return layer(torch.from_numpy(x.copy())).double().numpy()
+
+
+_LINEAR = "omniplat.reference.kernels:DequantLinear"
