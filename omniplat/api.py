@@ -10,11 +10,18 @@ from omniplat.checkpoint.folder import Checkpoint, open_checkpoint
 from omniplat.choose import choose_backend
 from omniplat.detect import resolve_device
 from omniplat.device import Device
-from omniplat.errors import BackendUnavailableError, InvalidCheckpointError, UnsupportedCombinationError, UsageError
+from omniplat.errors import (
+    BackendNotInstalledError,
+    BackendUnavailableError,
+    InvalidCheckpointError,
+    UnknownFormatError,
+    UnsupportedCombinationError,
+    UsageError,
+)
 from omniplat.match import ALLOWANCES, PREFERENCES, Policy
 from omniplat.plan import Plan, PlanLayer
 from omniplat.planner import Planned, PlannedLayer, Target, make_plan
-from omniplat.registry import FORMATS, MODELS, Registry, default_registry
+from omniplat.registry import FORMATS, MODELS, Registry, default_registry, is_installed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,10 +73,12 @@ def load(
 def load_layers(planned: Planned) -> Iterable[tuple[str, PlannedLayer, Any]]:
     """Load the quantized layers of a plan one by one: (name, planned layer, module)."""
     from omniplat.checkpoint.reader import ShardReader
+
+    require_runnable(planned.plan)
+    _require_torch()
     from omniplat.runtime.kernel import load_kernel
     from omniplat.runtime.load import load_layer
 
-    require_runnable(planned.plan)
     readers = {item.component.name: ShardReader(item.component.root) for item in planned.resolutions}
     for item in planned.layers:
         if item.layer.status != "ok" or item.capability is None:
@@ -81,12 +90,19 @@ def load_layers(planned: Planned) -> Iterable[tuple[str, PlannedLayer, Any]]:
         yield name, item, load_layer(item.packed, kernel, readers[item.layer.component])
 
 
+def _require_torch() -> None:
+    if not is_installed("torch"):
+        raise BackendNotInstalledError("cpu", "torch", 'pip install "omniplat[cpu]"')
+
+
 def require_runnable(plan: Plan) -> None:
     """Raise what stands in the way of loading a plan; do nothing when nothing does."""
     unsupported = [layer for layer in plan.layers if layer.status == "unsupported"]
     if unsupported:
         raise _unsupported(plan, unsupported)
     for item in plan.findings:
+        if item.code == "unknown-format":
+            raise UnknownFormatError(item.message)
         if item.severity == "error":
             raise InvalidCheckpointError(item.message, file=item.where.file, key=item.where.rule or item.code)
 
@@ -145,5 +161,3 @@ def _policy(allow: Iterable[str], prefer: str) -> Policy:
     if prefer not in PREFERENCES:
         raise UsageError(f"cannot prefer {prefer!r}; known: {', '.join(PREFERENCES)}")
     return Policy(allowed, prefer)
-
-

@@ -54,9 +54,7 @@ class ShapeRule:
         return " and ".join(words)
 
     def accepts(self, size: int) -> bool:
-        return (
-            size % self.multiple_of == 0 and size >= self.minimum and (not self.maximum or size <= self.maximum)
-        )
+        return size % self.multiple_of == 0 and size >= self.minimum and (not self.maximum or size <= self.maximum)
 
 
 @dataclass(frozen=True, slots=True)

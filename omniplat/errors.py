@@ -74,15 +74,12 @@ class InvalidCheckpointError(OmniplatError, ValueError):
         self.problem = problem
 
 
-class UnknownFormatError(OmniplatError, ValueError):
-    """The metadata names a quantization method that no installed format module knows."""
+class UnsupportedOptionError(InvalidCheckpointError):
+    """The metadata asks for something that is understood but that no reader here can honour."""
 
-    def __init__(self, method: str, known: Sequence[str], *, file: str = "") -> None:
-        super().__init__(
-            f"{file + ': ' if file else ''}unknown quantization method {method!r}; known: {', '.join(sorted(known))}",
-            {"method": method, "known": sorted(known), "file": file},
-        )
-        self.method = method
+
+class UnknownFormatError(OmniplatError, ValueError):
+    """The metadata names a quantization method that no installed format module knows; the message lists them."""
 
 
 class InvalidSchemeError(OmniplatError, ValueError):
@@ -104,12 +101,15 @@ class UsageError(OmniplatError, ValueError):
 
 
 class BackendNotInstalledError(OmniplatError, ImportError):
-    """A backend, or the vendor library it wraps, is not installed. `install` is the exact pip line."""
+    """A plugin, or the vendor library it wraps, is not installed. `install` is the exact pip line.
 
-    def __init__(self, name: str, missing: str, install: str) -> None:
+    `kind` is what the plugin is: a backend, a format or a model table.
+    """
+
+    def __init__(self, name: str, missing: str, install: str, *, kind: str = "backend") -> None:
         super().__init__(
-            f"backend {name!r} needs {missing}, which is not installed; run: {install}",
-            {"backend": name, "missing": missing, "install": install},
+            f"{kind} {name!r} needs {missing}, which is not installed; run: {install}",
+            {kind: name, "missing": missing, "install": install},
         )
         self.install = install
 
@@ -117,11 +117,11 @@ class BackendNotInstalledError(OmniplatError, ImportError):
 class BackendLoadError(OmniplatError):
     """A backend or its vendor library is installed but fails to load; `__cause__` has the original error."""
 
-    def __init__(self, name: str, problem: str, *, distribution: str = "") -> None:
+    def __init__(self, name: str, problem: str, *, distribution: str = "", kind: str = "backend") -> None:
         origin = f" (from {distribution})" if distribution else ""
         super().__init__(
-            f"backend {name!r}{origin} failed to load: {problem}",
-            {"backend": name, "distribution": distribution, "problem": problem},
+            f"{kind} {name!r}{origin} failed to load: {problem}",
+            {kind: name, "distribution": distribution, "problem": problem},
         )
 
 
@@ -151,7 +151,3 @@ class BackendApiError(OmniplatError):
             f"this omniplat speaks {', '.join(str(v) for v in supported)}",
             {"backend": name, "found": found, "supported": list(supported)},
         )
-
-
-class UnsupportedOptionError(InvalidCheckpointError):
-    """The metadata asks for something that is understood but that no reader here can honour."""

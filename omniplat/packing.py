@@ -182,9 +182,7 @@ class _Packer:
                 return names
         return None
 
-    def _moe(
-        self, name: str, experts: Mapping[int, Mapping[str, ResolvedModule]], names: ExpertNames
-    ) -> PackedLayer:
+    def _moe(self, name: str, experts: Mapping[int, Mapping[str, ResolvedModule]], names: ExpertNames) -> PackedLayer:
         w13: list[tuple[Part, ...]] = []
         w2: list[tuple[Part, ...]] = []
         missing: list[str] = []

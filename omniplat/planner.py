@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -29,7 +29,11 @@ from omniplat.packing import Packed, family_of, pack
 from omniplat.plan import Plan, PlanCheckpoint, PlanDevice, PlanLayer, PlanRule, PlanSummary, PlanTrace
 from omniplat.scheme import Scheme, TensorQuant
 
-_ACTIVATION_NOTES = {"weight-only": "weight-only", "upgraded": "activation-upgraded", "regrouped": "activation-regrouped"}
+_ACTIVATION_NOTES = {
+    "weight-only": "weight-only",
+    "upgraded": "activation-upgraded",
+    "regrouped": "activation-regrouped",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class Target:
     device: Device
     tp: int = 1
     ep: int = 1
-    policy: Policy = Policy()
+    policy: Policy = field(default_factory=Policy)
     is_default: bool = False
     reason: str = ""
 

@@ -36,9 +36,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PluginGroup(Generic[T]):
-    """One entry-point group: its name, what a plugin exports (for messages), and the check of that object."""
+    """One entry-point group: its name, what its plugins are called and export, and the check of that object."""
 
     name: str
+    kind: str
     expected: str
     accepts: Callable[[Any], TypeGuard[T]]
 
@@ -58,9 +59,11 @@ def _is_families(found: Any) -> TypeGuard[tuple[Family, ...]]:
     return isinstance(found, tuple) and all(isinstance(family, Family) for family in found)
 
 
-BACKENDS: PluginGroup[BackendSpec] = PluginGroup("omniplat.backends", "a BackendSpec", _is_backend)
-FORMATS: PluginGroup[Format] = PluginGroup("omniplat.formats", "a Format", _is_format)
-MODELS: PluginGroup[tuple[Family, ...]] = PluginGroup("omniplat.models", "a tuple of Family", _is_families)
+BACKENDS: PluginGroup[BackendSpec] = PluginGroup("omniplat.backends", "backend", "a BackendSpec", _is_backend)
+FORMATS: PluginGroup[Format] = PluginGroup("omniplat.formats", "format", "a Format", _is_format)
+MODELS: PluginGroup[tuple[Family, ...]] = PluginGroup(
+    "omniplat.models", "model table", "a tuple of Family", _is_families
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +197,7 @@ class Registry:
         if len(found) > 1:
             raise BackendConflictError(name, group.name, plugin.distributions)
         # Imported without the lock: a plugin's import may take its time or start threads of its own.
-        loaded = _validate(group, plugin, _import(group.name, plugin, found[0]))
+        loaded = _validate(group, plugin, _import(group, plugin, found[0]))
         with self._lock:
             if generation == self._generation:
                 self._loaded[key] = loaded
@@ -237,7 +240,7 @@ def _unknown(name: str, group: str, available: tuple[Plugin, ...]) -> tuple[str,
     return message, {"name": name, "group": group, "available": [plugin.name for plugin in available]}
 
 
-def _import(group: str, plugin: Plugin, entry: EntryPoint) -> object:
+def _import(group: PluginGroup[Any], plugin: Plugin, entry: EntryPoint) -> object:
     from stevedore.extension import ExtensionManager
     from stevedore.named import NamedExtensionManager
 
@@ -254,7 +257,7 @@ def _import(group: str, plugin: Plugin, entry: EntryPoint) -> object:
 
     try:
         manager = OneEntryPoint(
-            group, names=[plugin.name], on_load_failure_callback=on_failure, on_missing_entrypoints_callback=None
+            group.name, names=[plugin.name], on_load_failure_callback=on_failure, on_missing_entrypoints_callback=None
         )
     except (Exception, SystemExit) as raised:  # stevedore lets AssertionError through; a module may call sys.exit
         failures.append(raised)
@@ -264,20 +267,21 @@ def _import(group: str, plugin: Plugin, entry: EntryPoint) -> object:
     requirements = applicable_requirements(entry.dist, plugin.name) if entry.dist is not None else ()
     missing = missing_requirement(cause, requirements)
     if missing is not None:
-        raise BackendNotInstalledError(plugin.name, missing, plugin.install) from cause
-    raise BackendLoadError(plugin.name, f"{type(cause).__name__}: {cause}", distribution=plugin.distribution) from cause
+        raise BackendNotInstalledError(plugin.name, missing, plugin.install, kind=group.kind) from cause
+    problem = f"{type(cause).__name__}: {cause}"
+    raise BackendLoadError(plugin.name, problem, distribution=plugin.distribution, kind=group.kind) from cause
 
 
 def _validate(group: PluginGroup[T], plugin: Plugin, loaded: object) -> T:
     if not group.accepts(loaded):
         problem = f"{plugin.value} is {type(loaded).__name__}, not {group.expected}"
-        raise BackendLoadError(plugin.name, problem, distribution=plugin.distribution)
+        raise BackendLoadError(plugin.name, problem, distribution=plugin.distribution, kind=group.kind)
     if isinstance(loaded, BackendSpec):
         if loaded.api_version not in SUPPORTED_API_VERSIONS:
             raise BackendApiError(plugin.name, loaded.api_version, SUPPORTED_API_VERSIONS)
         if loaded.name != plugin.name:
             problem = f"{plugin.value} names itself {loaded.name!r}"
-            raise BackendLoadError(plugin.name, problem, distribution=plugin.distribution)
+            raise BackendLoadError(plugin.name, problem, distribution=plugin.distribution, kind=group.kind)
     return loaded
 
 

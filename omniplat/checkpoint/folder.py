@@ -197,7 +197,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             raise InvalidCheckpointError("no listed component holds safetensors", file="model_index.json")
         return Checkpoint(root, tuple(_open_component(root, name) for name in present), tuple(absent))
     if not _has_shards(root):
-        nested = [n for n in names if (root / n).is_dir() and "config.json" in _list(root / n) and _has_shards(root / n)]
+        nested = [
+            n for n in names if (root / n).is_dir() and "config.json" in _list(root / n) and _has_shards(root / n)
+        ]
         if nested and "config.json" not in names:
             return Checkpoint(root, tuple(_open_component(root, name) for name in nested))
         gguf = [n for n in names if n.endswith(".gguf")]

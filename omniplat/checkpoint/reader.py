@@ -51,7 +51,9 @@ class ShardReader:
         """
         dtype = NUMPY_DTYPES.get(info.dtype)
         if dtype is None:
-            raise InvalidCheckpointError(f"tensors of dtype {info.dtype} cannot be read", file=info.shard, key=info.name)
+            raise InvalidCheckpointError(
+                f"tensors of dtype {info.dtype} cannot be read", file=info.shard, key=info.name
+            )
         raw = self._map(info.shard)[info.start : info.end]
         if raw.nbytes != info.nbytes:
             raise InvalidCheckpointError("the file is shorter than its header says", file=info.shard, key=info.name)

@@ -127,8 +127,8 @@ def _rows(layers: Sequence[PlanLayer], show_all: bool) -> Iterable[tuple[str, li
     groups: dict[tuple[object, ...], list[PlanLayer]] = defaultdict(list)
     for layer in layers:
         template = _INDEX.sub("{}", _full_name(layer))
-        kind = (layer.declared, layer.stored, layer.executes, layer.kernel, layer.status, _why(layer))
-        groups[(template, *kind)].append(layer)
+        key = (template, layer.declared, layer.stored, layer.executes, layer.kernel, layer.status, _why(layer))
+        groups[key].append(layer)
     for members in groups.values():
         yield collapse([_full_name(member) for member in members]), members
 
@@ -202,5 +202,6 @@ def explain_layer(plan: Plan, name: str, console: Console) -> None:
 
 def _trace_line(trace: PlanTrace) -> str:
     if trace.rejected is not None:
-        return f"{trace.kernel}: needs {trace.rejected['rule']} {trace.rejected['needed']}, found {trace.rejected['found']}"
+        rule, needed, found = (trace.rejected[key] for key in ("rule", "needed", "found"))
+        return f"{trace.kernel}: needs {rule} {needed}, found {found}"
     return f"{trace.kernel}: would execute {(trace.accepted or {}).get('executes', '')}"

@@ -13,8 +13,17 @@ from dataclasses import dataclass, replace
 from omniplat.errors import InvalidCheckpointError, UnsupportedOptionError
 from omniplat.formats.base import literal_matcher
 from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Rule
-from omniplat.formats.matching import AnyOf, AtOrBelow, Exact, Matcher, ModuleIndex, Pattern, Segments, Suffix
-from omniplat.formats.matching import compile_regex
+from omniplat.formats.matching import (
+    AnyOf,
+    AtOrBelow,
+    Exact,
+    Matcher,
+    ModuleIndex,
+    Pattern,
+    Segments,
+    Suffix,
+    compile_regex,
+)
 from omniplat.formats.metadata import Fields
 from omniplat.scheme import Scheme, TensorQuant, parse_weight_id
 
@@ -64,9 +73,7 @@ class AutoRoundFormat:
             )
         packing, zero_offset = _PACKINGS[packing_format]
         default = Declared(_scheme(source, source), packing, zero_offset)
-        rules = [
-            _rule(key, override, source, default, parts_of) for key, override in source.children("extra_config")
-        ]
+        rules = [_rule(key, override, source, default, parts_of) for key, override in source.children("extra_config")]
         blocks = _blocks(source)
         return Declaration(
             self.name,

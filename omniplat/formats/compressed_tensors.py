@@ -192,7 +192,11 @@ def _activation(args: Fields) -> TensorQuant:
         symmetric = True
     # The element keeps its signed name: an activation id says asymmetric with a suffix.
     quant = TensorQuant(
-        element.removeprefix("u"), "token", symmetric=symmetric, dynamic=dynamic, scale_rule="absmax",
+        element.removeprefix("u"),
+        "token",
+        symmetric=symmetric,
+        dynamic=dynamic,
+        scale_rule="absmax",
         rounding="nearest-even",
     )
     if strategy == "token" or strategy == "channel":

@@ -60,7 +60,7 @@ def _unreadable(exc: InvalidCheckpointError, component: Component) -> Finding:
 def _unknown(source: Fields, component: Component, formats: Sequence[Format]) -> Finding:
     method = source.values.get("quant_method")
     known = ", ".join(sorted(item.name for item in formats))
-    named = f"unknown quantization method {method!r}" if method is not None else "quantization metadata of no known kind"
+    named = f"unknown method {method!r}" if method is not None else "quantization metadata of no known kind"
     return finding(
         "unknown-format",
         f"{source.file}: {named}; known: {known}",

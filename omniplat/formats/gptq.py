@@ -26,7 +26,9 @@ class GptqFormat:
         checkpoint_format = source.string("checkpoint_format") or source.string("format") or "gptq"
         if checkpoint_format not in ("gptq", "gptq_v2"):
             raise UnsupportedOptionError(
-                f"{checkpoint_format!r} is neither gptq nor gptq_v2", file=source.file, key=source.path("checkpoint_format")
+                f"{checkpoint_format!r} is neither gptq nor gptq_v2",
+                file=source.file,
+                key=source.path("checkpoint_format"),
             )
         offset = 0 if checkpoint_format == "gptq_v2" else 1
         default = Declared(_scheme(source, source), "gptq", offset, source.boolean("desc_act", False))

@@ -53,7 +53,11 @@ class ModelOptFormat:
         nested = source.child("quantization")
         fields = nested if nested is not None else source
         algorithm = fields.string("quant_algo")
-        rules = [_exclude_rule(name, entry, parts_of) for name in ("ignore", "exclude_modules") for entry in fields.strings(name)]
+        rules = [
+            _exclude_rule(name, entry, parts_of)
+            for name in ("ignore", "exclude_modules")
+            for entry in fields.strings(name)
+        ]
         if algorithm.upper() == MIXED:
             layers = list(fields.children("quantized_layers"))
             if not layers:

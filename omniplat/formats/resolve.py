@@ -343,7 +343,7 @@ class _Resolver:
             if rule.must_hit:
                 by_list[rule.kind].append(rule)
         found: list[Finding] = []
-        for kind, rules in by_list.items():
+        for rules in by_list.values():
             idle = [rule for rule in rules if not any(self._hits[rule.key].values())]
             excused = [rule for rule in idle if self._is_tied_head(rule)]
             reported = [rule for rule in idle if rule not in excused]

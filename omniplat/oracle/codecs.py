@@ -72,11 +72,11 @@ def float_element(element: str) -> FloatElement | None:
 
 
 def code_range(element: str) -> tuple[int, int]:
-    """Smallest and largest integer value of an `int*` or `uint*` element."""
-    bits = ELEMENT_BITS[element]
-    if element.startswith("uint"):
+    """Smallest and largest value of an `int*` or `uint*` element. Raises InvalidSchemeError for any other."""
+    bits = ELEMENT_BITS.get(element)
+    if bits is not None and element.startswith("uint"):
         return 0, 2**bits - 1
-    if element.startswith("int"):
+    if bits is not None and element.startswith("int"):
         return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     raise InvalidSchemeError(element, "is not an integer element")
 

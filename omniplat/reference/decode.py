@@ -70,10 +70,23 @@ def e8m0_values(scale: torch.Tensor) -> torch.Tensor:
     return _e8m0_table()[scale.to(torch.int64)]
 
 
+def _to_half(codes: torch.Tensor, move: _HalfMove, half: torch.Tensor) -> torch.Tensor:
+    """The values of one-byte float codes, divided by `move.factor`, as float16 in `half` (int16, same shape)."""
+    byte = codes.view(torch.int8)
+    half.copy_(byte << move.in_byte if move.in_byte else byte)
+    half.bitwise_left_shift_(move.in_half)
+    if move.mask:
+        half.bitwise_and_(move.mask)
+    return half.view(torch.float16)
+
+
 def scale_values(scale: torch.Tensor, quant: TensorQuant) -> torch.Tensor:
     """Stored scales as float32 multipliers."""
-    if scale.dtype == torch.uint8 and quant.scale_format == "e8m0":
+    if quant.scale_format == "e8m0" and scale.dtype == torch.uint8:
         return e8m0_values(scale)
+    if quant.scale_format == "e4m3" and scale.element_size() == 1:
+        move = dict(_HALF_MOVES)["fp8_e4m3"]
+        return _to_half(scale, move, torch.empty(scale.shape, dtype=torch.int16)).to(torch.float32).mul_(move.factor)
     return scale.to(torch.float32)
 
 
@@ -152,12 +165,7 @@ class RowDecoder:
             torch.index_select(_pair_table(quant.element), 0, index, out=out.view(-1).view(torch.int64))
         elif self._move is not None:
             half = self._half[: codes.numel()].view(codes.shape)
-            byte = codes.view(torch.int8)
-            half.copy_(byte << self._move.in_byte if self._move.in_byte else byte)
-            half.bitwise_left_shift_(self._move.in_half)
-            if self._move.mask:
-                half.bitwise_and_(self._move.mask)
-            out.copy_(half.view(torch.float16))
+            out.copy_(_to_half(codes, self._move, half))
         elif quant.element.startswith("int"):
             out.copy_(codes.view(torch.int8))
         else:

@@ -53,7 +53,7 @@ class DequantLinear(LinearKernel[LinearConfig]):
         return self._prepared(weight, 0)
 
     def _prepared(self, weight: WeightTensors, splits: int) -> Prepared[LinearConfig]:
-        tensors = {name: tensor for name, tensor in weight.tensors.items() if name != "bias"}
+        tensors = {name: _bytes(tensor) for name, tensor in weight.tensors.items() if name != "bias"}
         scheme = _ops.encode_scheme(weight.scheme)
         config = LinearConfig(tuple(tensors), scheme, weight.out_features, weight.in_features, splits)
         return Prepared(tensors, config)
@@ -112,7 +112,7 @@ class ExpertLoop(MoeKernel[MoeConfig]):
         tensors: dict[str, torch.Tensor] = {}
         for prefix, weight in (("w13_", w13), ("w2_", w2)):
             _check(weight, spec, self.name)
-            tensors |= {prefix + name: tensor for name, tensor in weight.tensors.items()}
+            tensors |= {prefix + name: _bytes(tensor) for name, tensor in weight.tensors.items()}
         schemes = _ops.encode_scheme(w13.scheme), _ops.encode_scheme(w2.scheme)
         return Prepared(tensors, MoeConfig(tuple(tensors), *schemes, w13.experts))
 
@@ -143,6 +143,11 @@ class ExpertLoop(MoeKernel[MoeConfig]):
             out_dtype,
         )
         return y
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """fp8 as bytes: the decoder reads them so, and few of torch's tools know more of fp8 than its name."""
+    return tensor.view(torch.uint8) if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else tensor
 
 
 def _check(weight: WeightTensors, spec: LayerSpec, kernel: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,16 @@ class _KernelLayer(nn.Module):
             if name == "bias":
                 raise UsageError(f"{kernel.name} prepared a buffer named bias, which belongs to the layer")
             self.register_buffer(name, tensor)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _KernelLayer:
+        """Moves follow the model (`.to(device)`), casts do not (`.half()`): a scale in another dtype is another
+        scale, and fp8 codes count as floating point to torch."""
+
+        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name) for name in self._names}

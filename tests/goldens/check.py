@@ -105,7 +105,9 @@ def check(entry: Entry) -> Result:
         reference = wanted if known else got
         worst["kernel"] = max(worst["kernel"], _compare(f"{name} kernel", run, reference, output_bound))
     schemes = tuple(sorted({m.scheme.id for _, m in modules.values() if m.status == "ok"}))
-    return Result(entry.name, len(loaded), compared, schemes, worst["weight"], worst["oracle"], worst["kernel"], activations)
+    return Result(
+        entry.name, len(loaded), compared, schemes, worst["weight"], worst["oracle"], worst["kernel"], activations
+    )
 
 
 def _canonical(module: ResolvedModule, reader: ShardReader) -> CanonicalWeight:

@@ -1,0 +1,154 @@
+"""What a recogniser produces, and the draft that it fills while it looks at a module's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from omniplat.checkpoint.tensors import TensorInfo
+from omniplat.formats.declared import Declared
+from omniplat.formats.storage import Storage
+from omniplat.scheme import TensorQuant
+
+SCALE_FORMATS = {"F32": "f32", "BF16": "bf16", "F16": "f16", "F8_E4M3": "e4m3", "U8": "e8m0", "F8_E8M0": "e8m0"}
+#: dtypes in which e8m0 scales are stored; the bytes are the same.
+E8M0_DTYPES = ("U8", "F8_E8M0")
+
+#: Leaf names that only quantized modules have. One of them beside a 16-bit weight is unexpected.
+QUANT_LEAVES = frozenset(
+    {
+        *("weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale"),
+        *("weight_zero_point", "weight_shape", "weight_g_idx", "qweight", "qzeros", "scales", "g_idx"),
+        *("input_scale", "input_zero_point", "input_global_scale", "scale_weight", "scale_input"),
+    }
+)
+
+Leaves = Mapping[str, TensorInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What the headers show of one module.
+
+    `weight`      quantization of the weight; None when the tensors fit no known storage.
+    `leaves`      canonical role -> leaf name of the tensor that fills it.
+    `missing`     leaf names that the storage needs and that are not there.
+    `unexplained` quantization leaves that no role explains.
+    `problem`     a shape that fits nothing, in words; `group_problem` when a group does not divide K.
+    """
+
+    weight: TensorQuant | None
+    storage: Storage
+    out_features: int
+    in_features: int
+    leaves: Mapping[str, str]
+    missing: tuple[str, ...] = ()
+    unexplained: tuple[str, ...] = ()
+    problem: str = ""
+    group_problem: str = ""
+    experts: int = 0
+    pre_scale: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return self.weight is not None and not self.missing and not self.problem and not self.group_problem
+
+    @property
+    def quantized(self) -> bool:
+        return self.weight is None or self.weight.element != "bf16"
+
+
+@dataclass(slots=True)
+class Draft:
+    """A `Stored` under construction: recognisers fill it, `finish` freezes it."""
+
+    leaves: Leaves
+    hint: Declared | None
+    roles: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+    def take(self, role: str, *names: str, required: bool = False) -> TensorInfo | None:
+        """The first of `names` that exists becomes `role`; a required role that has none is missing."""
+        for name in names:
+            if name in self.leaves:
+                self.roles[role] = name
+                return self.leaves[name]
+        if required and not (self.hint and role in self.hint.missing_ok):
+            self.missing.append(names[0])
+        return None
+
+    @property
+    def hinted(self) -> TensorQuant | None:
+        return self.hint.scheme.weight if self.hint is not None and self.hint.quantizes else None
+
+    def finish(
+        self,
+        weight: TensorQuant | None,
+        packing: str,
+        container: str,
+        n: int,
+        k: int,
+        *,
+        problem: str = "",
+        divisor: bool = False,
+        zero_offset: int = 0,
+    ) -> Stored:
+        self.take("bias", "bias")
+        self.take("pre_scale", "pre_quant_scale")
+        activation = self.hint.scheme.activation if self.hint is not None else None
+        if weight is not None and weight.element != "bf16":
+            self._take_input_scales(activation)
+        used = set(self.roles.values())
+        unexplained = tuple(name for name in self.leaves if name in QUANT_LEAVES and name not in used)
+        group_problem = ""
+        if weight is not None and weight.granularity == "group" and weight.group_size and k % weight.group_size:
+            group_problem = f"K = {k} is not a multiple of the group size {weight.group_size}"
+        ordered = "group_index" in self.roles and (packing == "int32_k" or bool(self.hint and self.hint.act_order))
+        storage = Storage(packing, container, zero_offset, divisor, act_order=ordered)
+        return Stored(
+            weight,
+            storage,
+            n,
+            k,
+            dict(self.roles),
+            tuple(self.missing),
+            unexplained,
+            problem,
+            group_problem,
+            pre_scale="pre_scale" in self.roles,
+        )
+
+    def _take_input_scales(self, activation: TensorQuant | None) -> None:
+        if activation is not None and activation.second_scale == "global":
+            self.take("input_global_scale", "input_global_scale", "input_scale", required=True)
+            return
+        static = activation is not None and not activation.dynamic
+        self.take("input_scale", "input_scale", "scale_input", required=static)
+        asymmetric = activation is not None and not activation.symmetric
+        self.take("input_zero_point", "input_zero_point", required=static and asymmetric)
+        self.take("input_global_scale", "input_global_scale")
+
+
+def unknown(draft: Draft, weight: TensorInfo, problem: str) -> Stored:
+    """Tensors that fit no storage; `problem` says what was seen."""
+    shape = (*weight.shape, 0, 0)
+    return draft.finish(None, "plain", weight.dtype, shape[0], shape[1], problem=problem)
+
+
+def misfit(scale: TensorInfo, n: int, k: int) -> str:
+    """Words for a scale whose shape fits no granularity of an [n, k] weight."""
+    return f"{scale.name.rpartition('.')[2]} {scale.dtype} {list(scale.shape)} fits no granularity of [{n}, {k}]"
+
+
+def grouped(
+    element: str, k: int, groups: int, scale: TensorInfo | None, hinted: TensorQuant | None, symmetric: bool
+) -> TensorQuant:
+    """Group or channel quantization of integer codes whose scale has `groups` columns (or rows, transposed)."""
+    form = SCALE_FORMATS.get(scale.dtype, "f32") if scale is not None else "f32"
+    if hinted is not None and hinted.granularity == "group":
+        size = hinted.group_size
+        if groups == -(-k // size):
+            return TensorQuant(element, "group", size, scale_format=form, symmetric=symmetric)
+    if groups <= 1:
+        return TensorQuant(element, "channel", scale_format=form, symmetric=symmetric)
+    return TensorQuant(element, "group", max(k // groups, 1), scale_format=form, symmetric=symmetric)
