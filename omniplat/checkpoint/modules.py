@@ -10,6 +10,9 @@ from omniplat.checkpoint.tensors import TensorInfo
 #: Leaves that hold the codes of a weight.
 WEIGHT_LEAVES = frozenset({"weight", "weight_packed", "qweight"})
 
+#: What gpt-oss appends to the names of its stacked expert tensors.
+STACKED_SUFFIXES = ("_blocks", "_scales", "_bias")
+
 
 @dataclass(frozen=True, slots=True)
 class Module:
@@ -24,12 +27,34 @@ class Module:
         return tuple((leaf, info.dtype, info.shape) for leaf, info in self.leaves.items())
 
 
+def split_name(info: TensorInfo) -> tuple[str, str]:
+    """(module, leaf) of a tensor.
+
+    `a.b.weight_scale` is leaf `weight_scale` of `a.b`; `a.b.weight.absmax` (quantizers that hang their state below
+    the weight) is leaf `weight.absmax` of `a.b`; `experts.gate_up_proj_blocks` is leaf `_blocks` of
+    `experts.gate_up_proj`; a 3-D parameter of an experts module (`experts.gate_up_proj`) is the `weight` of a module
+    of its own name. A tensor without a dot is a module of its own with the leaf "".
+    """
+    name = info.name
+    owner, below, tail = name.rpartition(".weight.")
+    if below:
+        return owner, f"weight.{tail}"
+    parent, dot, leaf = name.rpartition(".")
+    if not dot:
+        return name, ""
+    if parent.endswith("experts"):
+        for suffix in STACKED_SUFFIXES:
+            if leaf.endswith(suffix):
+                return f"{parent}.{leaf.removesuffix(suffix)}", suffix
+        if len(info.shape) == 3 and leaf not in WEIGHT_LEAVES:
+            return name, "weight"
+    return parent, leaf
+
+
 def group_modules(tensors: Iterable[TensorInfo]) -> dict[str, Module]:
-    """Modules by name. A tensor without a dot (a bare parameter) is a module of its own with the leaf ""."""
+    """Modules by name, each with its tensors by leaf."""
     leaves: dict[str, dict[str, TensorInfo]] = {}
     for info in tensors:
-        name, dot, leaf = info.name.rpartition(".")
-        if not dot:
-            name, leaf = info.name, ""
+        name, leaf = split_name(info)
         leaves.setdefault(name, {})[leaf] = info
     return {name: Module(name, dict(sorted(found.items()))) for name, found in leaves.items()}

@@ -85,7 +85,8 @@ def print_plan(plan: Plan, console: Console, *, show_all: bool = False) -> None:
     console.print(
         f"{summary.layers} layers: {summary.ok} quantized, {summary.unquantized} unquantized, "
         f"{summary.unsupported} unsupported, {summary.invalid} invalid; "
-        f"{human_bytes(summary.stored_bytes)} stored, {human_bytes(summary.resident_bytes)} resident per {summary.per}; "
+        f"{human_bytes(summary.stored_bytes)} stored, {human_bytes(summary.resident_bytes)} resident "
+        f"per {summary.per}; "
         f"legal tp {_listed(summary.legal_tp)}" + (f", ep {_listed(summary.legal_ep)}" if summary.legal_ep else ""),
         highlight=False,
     )
