@@ -107,9 +107,9 @@ def splits_for(codes: torch.Tensor, largest_input: int) -> int:
         if step * 128 * largest_input < EXACT_FLOAT32:
             return splits
         worst = 0
-        for start in range(0, rows, 1024):
+        for start in range(0, rows, 128):
             for k in range(0, columns, step):
-                sums = signed[start : start + 1024, k : k + step].to(torch.int32).abs_().sum(1)
+                sums = signed[start : start + 128, k : k + step].to(torch.int32).abs_().sum(1)
                 worst = max(worst, int(sums.max()))
         if worst * largest_input < EXACT_FLOAT32:
             return splits

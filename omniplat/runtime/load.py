@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from omniplat.canonical import Array, CanonicalWeight
@@ -64,7 +63,6 @@ def read_canonical(
         file=file,
         module=module.name,
     )
-    _check_scales(weight, file, module.name)
     return slice_for_rank(to_canonical_rows(weight, order), rank)
 
 
@@ -147,47 +145,6 @@ def _fill_experts(
                 weight = read_canonical(part.module, reader, part.row_order, rank, expert if stacked else None)
                 assembly.put(weight, row, module=part.module.name, expert=expert)
                 row += weight.out_features
-
-
-def _check_scales(weight: CanonicalWeight, file: str, module: str) -> None:
-    """Refuse scales that are NaN or infinite, and zeros above codes that are not all zero."""
-    quant = weight.scheme.weight
-    for role in ("scale", "global_scale", "scale2", "input_scale", "input_global_scale", "pre_scale"):
-        if role not in weight.tensors:
-            continue
-        array = np.asarray(weight.tensors[role])
-        e8m0 = role == "scale" and quant.scale_format == "e8m0" and array.dtype == np.uint8
-        bad = array == 255 if e8m0 else ~np.isfinite(array.astype(np.float32))
-        if bad.any():
-            raise InvalidCheckpointError(
-                f"{role} is not finite at {[int(i) for i in np.argwhere(bad)[0]]}", file=file, key=module
-            )
-        if role == "scale" and not e8m0:
-            _check_zero_scales(weight, array, file, module)
-
-
-def _check_zero_scales(weight: CanonicalWeight, scale: Array, file: str, module: str) -> None:
-    quant, tensors = weight.scheme.weight, weight.tensors
-    zero = np.argwhere(scale.astype(np.float32) == 0)
-    if not len(zero) or "zero_point" in tensors or "group_index" in tensors or quant.granularity == "opaque":
-        return
-    codes = np.asarray(tensors["codes"]).view(np.uint8)
-    sign = {4: 0x77 if not quant.is_integer else 0xFF, 6: 0x1F, 8: 0x7F}.get(quant.bits, 0xFF)
-    if quant.is_integer:
-        sign = 0xFF
-    per_byte = 2 if quant.bits == 4 else 1
-    for row, column in zero:
-        if quant.granularity == "block":
-            rows = slice(row * quant.block[0], (row + 1) * quant.block[0])
-            columns = slice(column * quant.block[1] // per_byte, (column + 1) * quant.block[1] // per_byte)
-        else:
-            rows = slice(row, row + 1)
-            size = quant.group_size if quant.granularity == "group" else weight.in_features
-            columns = slice(column * size // per_byte, (column + 1) * size // per_byte)
-        if (codes[rows, columns] & sign).any():
-            raise InvalidCheckpointError(
-                f"scale is 0 at [{row}, {column}] above codes that are not", file=file, key=module
-            )
 
 
 def schemes_of(layer: PackedLayer) -> Mapping[str, Scheme]:

