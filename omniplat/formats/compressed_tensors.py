@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from omniplat.errors import UnsupportedOptionError
-from omniplat.formats.base import literal_matcher
+from omniplat.formats.base import expand_fused, literal_matcher
 from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Rule
 from omniplat.formats.matching import AnyOf, Exact, Matcher, Nothing, Pattern, bounded_regex, compile_regex
 from omniplat.formats.metadata import Fields
@@ -81,7 +81,8 @@ def _ignore_rule(entry: str, position: int, source: Fields, parts_of: Mapping[st
         )
     is_class = "." not in entry and entry[:1].isupper()
     literal = literal_matcher(entry, parts_of)
-    return Rule(key, "ignore", entry, literal, literal, Exact(entry), NOT_QUANTIZED, -1, must_hit=not is_class)
+    consumer = AnyOf(tuple(Exact(name) for name in expand_fused(entry, parts_of)))
+    return Rule(key, "ignore", entry, literal, literal, consumer, NOT_QUANTIZED, -1, must_hit=not is_class)
 
 
 def _target_rule(

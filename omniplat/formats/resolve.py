@@ -392,7 +392,7 @@ def _stored_id(stored: Stored) -> str:
 
 def _hint_from_headers(module: Module, stored: Stored) -> Declared | None:
     """Activation that scales beside the weight imply, where there is no metadata to ask."""
-    if stored.weight is None or not stored.quantized:
+    if stored.weight is None or not stored.quantized or stored.problem:
         return None
     scheme = Scheme(stored.weight)
     if stored.weight.second_scale == "global" and {"input_scale", "input_global_scale"} & module.leaves.keys():

@@ -1,0 +1,222 @@
+"""compressed-tensors: groups and targets, precedence, ignore entries, every format's tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.checkpoints import bf16, fp8_channel, int4_packed, mxfp4, mxfp8
+from tests.support.resolving import codes, only, resolve, schemes
+
+
+def args(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False, **more}
+
+
+FP8 = args(8, "float", "channel")
+FP8_TOKEN = args(8, "float", "token", dynamic=True)
+INT4 = args(4, "int", "group", group_size=64)
+MXFP4 = args(4, "float", "group", group_size=32, scale_dtype="torch.uint8")
+MXFP8 = args(8, "float", "group", group_size=32, scale_dtype="torch.uint8")
+
+
+def group(
+    targets: list[str], weights: dict[str, Any], inputs: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
+    return {"targets": targets, "weights": weights, "input_activations": inputs, **more}
+
+
+def config(*groups: dict[str, Any], ignore: Any = (), **more: Any) -> dict[str, Any]:
+    named = {f"group_{i}": item for i, item in enumerate(groups)}
+    listed = list(ignore) if isinstance(ignore, tuple) else ignore
+    return {"quant_method": "compressed-tensors", "config_groups": named, "ignore": listed, **more}
+
+
+LINEAR_FP8 = group(["Linear"], FP8, FP8_TOKEN, format="float-quantized")
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs", "tensors", "scheme"),
+    [
+        (FP8, FP8_TOKEN, fp8_channel("m", 64, 64), "fp8-channel/fp8-token"),
+        (FP8, None, fp8_channel("m", 64, 64), "fp8-channel/a16"),
+        (INT4, None, int4_packed("m", 64, 128, 64), "int4-g64/a16"),
+        (MXFP4, None, mxfp4("m", 64, 64), "mxfp4/a16"),
+        (MXFP4, {**MXFP4, "dynamic": True}, mxfp4("m", 64, 64), "mxfp4/mxfp4"),
+        (MXFP8, {**MXFP8, "dynamic": True}, mxfp8("m", 64, 64), "mxfp8/mxfp8"),
+        (
+            args(8, "int", "channel"),
+            args(8, "int", "tensor", symmetric=False),
+            {
+                "m.weight": ("I8", (64, 64)),
+                "m.weight_scale": ("F32", (64, 1)),
+                "m.input_scale": ("F32", (1,)),
+                "m.input_zero_point": ("I8", (1,)),
+            },
+            "int8-channel/int8-tensor-static-asym",
+        ),
+        (
+            args(4, "int", "group", group_size=32),
+            args(8, "int", "token", dynamic=True),
+            {"m.weight": ("I8", (64, 64)), "m.weight_scale": ("BF16", (64, 2))},
+            "int4-g32/int8-token",
+        ),
+        (
+            args(8, "float", "block", block_structure=[128, 128]),
+            args(8, "float", "group", group_size=128, dynamic=True),
+            {"m.weight": ("F8_E4M3", (200, 300)), "m.weight_scale": ("BF16", (2, 3))},
+            "fp8-block128x128/fp8-g128",
+        ),
+        (
+            args(4, "float", "tensor_group", group_size=16),
+            args(4, "float", "tensor_group", group_size=16, dynamic="local"),
+            {
+                "m.weight_packed": ("U8", (64, 32)),
+                "m.weight_scale": ("F8_E4M3", (64, 4)),
+                "m.weight_global_scale": ("F32", (1,)),
+                "m.input_global_scale": ("F32", (1,)),
+            },
+            "nvfp4/nvfp4",
+        ),
+        (
+            args(4, "int", "group", group_size=32, symmetric=False),
+            None,
+            {
+                "m.weight_packed": ("I32", (64, 8)),
+                "m.weight_scale": ("BF16", (64, 2)),
+                "m.weight_shape": ("I64", (2,)),
+                "m.weight_zero_point": ("I32", (8, 2)),
+            },
+            "uint4-g32/a16",
+        ),
+    ],
+)
+def test_every_format_of_tensors(tmp_path: Path, weights: Any, inputs: Any, tensors: Any, scheme: str) -> None:
+    found = resolve(tmp_path, config(group(["Linear"], weights, inputs)), tensors)
+    assert schemes(found) == {"m": scheme}
+    assert codes(found) == []
+
+
+def test_a_name_wins_over_a_pattern_and_a_pattern_over_a_class(tmp_path: Path) -> None:
+    groups = (
+        group(["Linear"], MXFP8),
+        group([r"re:.*experts.*"], MXFP4),
+        group(["a.experts.0.w"], INT4),
+    )
+    tensors = {**int4_packed("a.experts.0.w", 64, 64, 64), **mxfp4("a.experts.1.w", 64, 64), **mxfp8("a.o", 64, 64)}
+    found = resolve(tmp_path, config(*groups), tensors)
+    assert schemes(found) == {"a.experts.0.w": "int4-g64/a16", "a.experts.1.w": "mxfp4/a16", "a.o": "mxfp8/a16"}
+    assert codes(found) == []
+
+
+@pytest.mark.parametrize("entry", ["lm_head", "re:.*head$", "re:lm_head", "lm"])
+def test_ignored_modules_stay_float(tmp_path: Path, entry: str) -> None:
+    name = "lm.head" if entry == "lm" else "lm_head"
+    tensors = {**fp8_channel("m", 64, 64), f"{name}.weight": bf16(64, 64)}
+    found = resolve(tmp_path, config(LINEAR_FP8, ignore=(entry,)), tensors)
+    assert schemes(found)[name] == "bf16/a16"
+    assert codes(found, severity="error") == []
+
+
+def test_a_pattern_that_is_not_anchored_swallows_a_sibling(tmp_path: Path) -> None:
+    tensors = {"l.mlp.gate.weight": bf16(4, 64), **fp8_channel("l.mlp.gate_proj", 64, 64)}
+    found = resolve(tmp_path, config(LINEAR_FP8, ignore=("re:.*mlp.gate",)), tensors)
+    assert schemes(found) == {"l.mlp.gate": "bf16/a16", "l.mlp.gate_proj": "fp8-channel/fp8-token"}
+    assert only(found, "rule-overreach").modules == ("l.mlp.gate_proj",)
+
+
+@pytest.mark.parametrize("ignore", [None, [], ["m.absent", "lm_head"]])
+def test_null_empty_and_partly_idle_lists(tmp_path: Path, ignore: Any) -> None:
+    tensors = {**fp8_channel("m", 64, 64), **({"lm_head.weight": bf16(8, 64)} if ignore else {})}
+    found = resolve(tmp_path, config(LINEAR_FP8, ignore=ignore), tensors)
+    assert codes(found) == (["rule-matches-nothing"] if ignore else [])
+    assert codes(found, severity="error") == []
+
+
+def test_a_list_of_which_nothing_matches_is_an_error(tmp_path: Path) -> None:
+    found = resolve(tmp_path, config(LINEAR_FP8, ignore=("model.language_model.q",)), fp8_channel("model.q", 64, 64))
+    idle = only(found, "rule-matches-nothing")
+    assert idle.severity == "error"
+    assert "model.q" in idle.fix
+
+
+def test_lm_head_may_be_ignored_where_it_is_tied(tmp_path: Path) -> None:
+    tied = resolve(tmp_path / "t", config(LINEAR_FP8, ignore=("lm_head",)), fp8_channel("m", 64, 64),
+                   config={"tie_word_embeddings": True})  # fmt: skip
+    assert codes(tied) == []
+
+
+def test_an_engines_fused_name_stands_for_its_parts(tmp_path: Path) -> None:
+    tensors = {f"l.{p}.weight": bf16(64, 64) for p in ("q_proj", "k_proj", "v_proj")} | fp8_channel("l.o_proj", 64, 64)
+    found = resolve(tmp_path, config(LINEAR_FP8, ignore=("l.qkv_proj",)), tensors)
+    assert schemes(found) == {
+        "l.q_proj": "bf16/a16",
+        "l.k_proj": "bf16/a16",
+        "l.v_proj": "bf16/a16",
+        "l.o_proj": "fp8-channel/fp8-token",
+    }
+    assert codes(found) == []
+
+
+def test_a_class_target_does_not_make_a_float_head_quantized(tmp_path: Path) -> None:
+    tensors = {**fp8_channel("m", 64, 64), "lm_head.weight": bf16(64, 64)}
+    found = resolve(tmp_path, config(LINEAR_FP8), tensors)
+    assert schemes(found)["lm_head"] == "bf16/a16"
+    assert only(found, "tensors-contradict-config").modules == ("lm_head",)
+
+
+def test_one_target_in_two_groups_is_decided_by_the_tensors(tmp_path: Path) -> None:
+    groups = group(["re:.*w$"], MXFP4), group(["re:.*w$"], MXFP8)
+    found = resolve(tmp_path, config(*groups), {**mxfp4("a.w", 64, 64), **mxfp8("b.w", 64, 64)})
+    assert schemes(found) == {"a.w": "mxfp4/a16", "b.w": "mxfp8/a16"}
+    assert "rule-readings-differ" in codes(found)
+
+
+@pytest.mark.parametrize(
+    ("missing", "status"), [("weight_scale", "invalid"), ("weight_shape", "invalid"), ("weight_packed", "gone")]
+)
+def test_a_missing_role_is_an_error(tmp_path: Path, missing: str, status: str) -> None:
+    tensors = {k: v for k, v in int4_packed("m", 64, 64, 64).items() if not k.endswith(missing)}
+    found = resolve(tmp_path, config(group(["Linear"], INT4)), {**tensors, **int4_packed("n", 64, 64, 64)})
+    if status == "gone":
+        assert only(found, "unexpected-tensor").modules == ("m",)
+    else:
+        assert only(found, "missing-tensor").modules == ("m",)
+        assert schemes(found)["m"].endswith("invalid")
+    assert schemes(found)["n"] == "int4-g64/a16"
+
+
+def test_scales_beside_a_float_weight_are_unexpected(tmp_path: Path) -> None:
+    tensors = {"m.weight": bf16(64, 64), "m.weight_scale": ("F32", (64, 1)), **fp8_channel("n", 64, 64)}
+    found = resolve(tmp_path, config(LINEAR_FP8, ignore=("m",)), tensors)
+    assert only(found, "unexpected-tensor").modules == ("m",)
+    assert schemes(found)["m"] == "bf16/a16"
+
+
+def test_a_group_that_does_not_divide_k(tmp_path: Path) -> None:
+    tensors = {"m.weight": ("F8_E4M3", (64, 48)), "m.weight_scale": ("U8", (64, 2))}
+    found = resolve(tmp_path, config(group(["Linear"], MXFP8)), tensors)
+    assert only(found, "group-not-divisible").severity == "error"
+    assert schemes(found) == {"m": "mxfp8/a16 invalid"}
+
+
+@pytest.mark.parametrize("text", ["marlin-24", "sparse-bitmask", "unheard-of"])
+def test_a_format_that_is_not_read_is_named(tmp_path: Path, text: str) -> None:
+    found = resolve(tmp_path, config(LINEAR_FP8, format=text), fp8_channel("m", 64, 64))
+    assert text in only(found, "unsupported-option").message
+
+
+@pytest.mark.parametrize("change", [{"ignore": 3}, {"config_groups": []}, {"ignore": ["re:("]}, {"format": 1}])
+def test_wrong_types_are_named(tmp_path: Path, change: dict[str, Any]) -> None:
+    found = resolve(tmp_path, {**config(LINEAR_FP8), **change}, fp8_channel("m", 64, 64))
+    problem = only(found, "metadata-unreadable")
+    assert problem.where.rule.startswith(f"quantization_config.{next(iter(change))}")
+
+
+def test_the_old_spelling(tmp_path: Path) -> None:
+    old = {k: v for k, v in config(LINEAR_FP8).items() if k != "quant_method"}
+    found = resolve(tmp_path, None, fp8_channel("m", 64, 64), config={"compression_config": old})
+    assert schemes(found) == {"m": "fp8-channel/fp8-token"}
+    assert found.format == "compressed-tensors"

@@ -1,0 +1,157 @@
+"""ModelOpt: both spellings, every algorithm, exclusion by name and glob, whitelists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.checkpoints import bf16, fp8_tensor, mxfp8
+from tests.support.resolving import codes, only, resolve, schemes
+
+FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
+
+
+def nvfp4(module: str, n: int, k: int, *, inputs: bool = True) -> dict[str, tuple[str, tuple[int, ...]]]:
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+        f"{module}.weight": ("U8", (n, k // 2)),
+        f"{module}.weight_scale": ("F8_E4M3", (n, k // 16)),
+        f"{module}.weight_scale_2": ("F32", ()),
+    }
+    return tensors | ({f"{module}.input_scale": ("F32", ())} if inputs else {})
+
+
+INT4_AWQ = {"m.weight": ("U8", (32, 128)), "m.weight_scale": ("F32", (64, 1))}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "tensors", "scheme"),
+    [
+        ("FP8", fp8_tensor("m", 64, 64), "fp8-tensor/fp8-tensor-static"),
+        (
+            "FP8_PER_CHANNEL_PER_TOKEN",
+            {"m.weight": ("F8_E4M3", (64, 64)), "m.weight_scale": ("F32", (64,))},
+            "fp8-channel/fp8-token",
+        ),
+        (
+            "fp8_pb_wo",
+            {"m.weight": ("F8_E4M3", (256, 200)), "m.weight_scale": ("F32", (2, 1, 2, 1))},
+            "fp8-block128x128/a16",
+        ),
+        ("NVFP4", nvfp4("m", 64, 64), "nvfp4/nvfp4"),
+        ("W4A16_NVFP4", nvfp4("m", 64, 64, inputs=False), "nvfp4/a16"),
+        ("MXFP8", mxfp8("m", 64, 64), "mxfp8/mxfp8"),
+        ("mxfp4", {"m.weight": ("U8", (64, 32)), "m.weight_scale": ("U8", (64, 2))}, "mxfp4/mxfp4"),
+        ("W4A16_AWQ", INT4_AWQ, "int4-g128/a16"),
+        ("W4A8_AWQ", {**INT4_AWQ, "m.input_scale": ("F32", ()), "m.weight_scale_2": ("F32", ())},
+         "int4-g128/fp8-tensor-static"),
+        ("W8A8_SQ_PER_CHANNEL", {"m.weight": ("I8", (64, 64)), "m.weight_scale": ("F32", (64,)),
+                                 "m.input_scale": ("F32", ())}, "int8-channel/int8-tensor-static"),
+        ("W8A16", {"m.weight": ("I8", (64, 64)), "m.weight_scale": ("F32", (64,))}, "int8-channel/a16"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("nested", [False, True])
+def test_every_algorithm_in_both_spellings(
+    tmp_path: Path, algorithm: str, tensors: Any, scheme: str, nested: bool
+) -> None:
+    content = {"quant_algo": algorithm, "group_size": 128}
+    if nested:
+        files = {"hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": content}}
+        found = resolve(tmp_path, None, tensors, files=files)
+    else:
+        found = resolve(tmp_path, {"quant_method": "modelopt", **content}, tensors)
+    assert schemes(found) == {"m": scheme}
+    assert codes(found) == []
+
+
+def test_a_smoothing_vector_belongs_to_the_scheme(tmp_path: Path) -> None:
+    tensors = {**INT4_AWQ, "m.pre_quant_scale": ("BF16", (128,))}
+    found = resolve(tmp_path, {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, tensors)
+    assert [m.scheme.pre_scale for m in found.modules] == [True]
+
+
+def test_groups_without_activations_are_weight_only(tmp_path: Path) -> None:
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}, "input_activations": None}}
+    found = resolve(
+        tmp_path,
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": groups},
+        nvfp4("m", 64, 64, inputs=False),
+    )
+    assert schemes(found) == {"m": "nvfp4/a16"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "floats", "overreach"),
+    [
+        ("model.layers.1.a", ["model.layers.1.a"], []),
+        ("model.layers.1", ["model.layers.1.a"], ["model.layers.10.a"]),
+        ("model.layers.1*", ["model.layers.1.a"], ["model.layers.10.a"]),
+        ("*layers.1.*", ["model.layers.1.a"], []),
+    ],
+)
+def test_exclusions_are_bounded_by_dots(tmp_path: Path, entry: str, floats: list[str], overreach: list[str]) -> None:
+    names = ["model.layers.1.a", "model.layers.10.a", "model.layers.2.a"]
+    tensors: dict[str, Any] = {}
+    for name in names:
+        tensors |= {f"{name}.weight": bf16(64, 64)} if name in floats else fp8_tensor(name, 64, 64)
+    found = resolve(tmp_path, {**FP8, "ignore": [entry]}, tensors)
+    assert {name for name, scheme in schemes(found).items() if scheme == "bf16/a16"} == set(floats)
+    assert [f.modules for f in found.findings if f.code == "rule-overreach"] == (
+        [tuple(overreach)] if overreach else []
+    )
+
+
+def test_a_whitelist_speaks_of_nothing_else(tmp_path: Path) -> None:
+    layers = {"l.out_proj": {"quant_algo": "FP8"}, "l.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16}}
+    tensors = {
+        **fp8_tensor("l.out_proj", 64, 64),
+        "l.in_proj_a.weight": bf16(64, 64),
+        **nvfp4("l.mlp.experts.0.w1", 64, 64),
+        **nvfp4("l.mlp.experts.1.w1", 64, 64),
+    }
+    found = resolve(
+        tmp_path, {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}, tensors
+    )
+    assert schemes(found) == {
+        "l.out_proj": "fp8-tensor/fp8-tensor-static",
+        "l.in_proj_a": "bf16/a16",
+        "l.mlp.experts.0.w1": "nvfp4/nvfp4",
+        "l.mlp.experts.1.w1": "nvfp4/nvfp4",
+    }
+    assert codes(found, severity="error") == []
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_two_files_that_disagree(tmp_path: Path, same: bool) -> None:
+    nested = {"quant_algo": "FP8", "exclude_modules": ["lm_head"] if same else []}
+    tensors = {**fp8_tensor("m", 64, 64), "lm_head.weight": bf16(64, 64)}
+    files = {"hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": nested}}
+    found = resolve(tmp_path, {**FP8, "ignore": ["lm_head"]}, tensors, files=files)
+    assert codes(found) == ([] if same else ["metadata-conflict"])
+
+
+def test_quantized_although_excluded(tmp_path: Path) -> None:
+    found = resolve(
+        tmp_path,
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+        {**nvfp4("m", 64, 64), **nvfp4("lm_head", 64, 64)},
+    )
+    assert schemes(found)["lm_head"] == "nvfp4/nvfp4"
+    assert only(found, "tensors-contradict-config").severity == "warning"
+
+
+@pytest.mark.parametrize("leaf", ["weight_scale", "weight_scale_2", "input_scale"])
+def test_each_role_is_needed(tmp_path: Path, leaf: str) -> None:
+    tensors = {k: v for k, v in nvfp4("m", 64, 64).items() if not k.endswith("." + leaf)}
+    found = resolve(tmp_path, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, tensors)
+    assert schemes(found)["m"].endswith("invalid")
+    assert "missing-tensor" in codes(found)
+
+
+@pytest.mark.parametrize("algorithm", ["W4A4_LUT_FP3", "", "NVFP5"])
+def test_an_unknown_algorithm_is_named_with_its_file(tmp_path: Path, algorithm: str) -> None:
+    found = resolve(tmp_path, {"quant_method": "modelopt", "quant_algo": algorithm}, fp8_tensor("m", 64, 64))
+    problem = only(found, "unsupported-option")
+    assert repr(algorithm) in problem.message
+    assert "config.json" in problem.message
