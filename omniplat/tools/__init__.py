@@ -1,0 +1,1 @@
+"""What one does with checkpoints beside planning and loading them."""
