@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from omniplat.api import plan as plan
     from omniplat.detect import detect_devices as devices
     from omniplat.info import backend_reports as backends
-    from omniplat.plan import Plan as Plan
+    from omniplat.document import Plan as Plan
     from omniplat.scheme import Scheme as Scheme
 
 #: public name -> "module" or "module:attribute".
 _EXPORTS = {
-    "Plan": "omniplat.plan:Plan",
+    "Plan": "omniplat.document:Plan",
     "Scheme": "omniplat.scheme:Scheme",
     "backends": "omniplat.info:backend_reports",
     "devices": "omniplat.detect:detect_devices",

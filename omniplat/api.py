@@ -19,7 +19,7 @@ from omniplat.errors import (
     UsageError,
 )
 from omniplat.match import ALLOWANCES, PREFERENCES, Policy
-from omniplat.plan import Plan, PlanLayer
+from omniplat.document import Plan, PlanLayer
 from omniplat.planner import Planned, PlannedLayer, Target, make_plan
 from omniplat.registry import FORMATS, MODELS, Registry, default_registry, is_installed
 

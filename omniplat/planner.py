@@ -26,7 +26,7 @@ from omniplat.match import Match, Policy, match
 from omniplat.models.family import Family
 from omniplat.packed import PackedLayer
 from omniplat.packing import Packed, family_of, pack
-from omniplat.plan import Plan, PlanCheckpoint, PlanDevice, PlanLayer, PlanRule, PlanSummary, PlanTrace
+from omniplat.document import Plan, PlanCheckpoint, PlanDevice, PlanLayer, PlanRule, PlanSummary, PlanTrace
 from omniplat.scheme import Scheme, TensorQuant
 
 _ACTIVATION_NOTES = {
@@ -136,7 +136,7 @@ def _summary(layers: Sequence[PlanLayer]) -> PlanSummary:
 
 @cache
 def _details_of(quant: TensorQuant | None) -> dict[str, Any] | None:
-    return asdict(quant) if quant is not None else None
+    return asdict(quant) | {"block": list(quant.block)} if quant is not None else None
 
 
 def _details(scheme: Scheme) -> dict[str, Any]:

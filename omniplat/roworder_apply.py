@@ -83,10 +83,9 @@ def _block_permutation(rows: Rows, block: int, order: RowOrder) -> Rows:
     starts = np.arange(0, rows.size, block)
     blocks = source[starts]
     whole = np.repeat(blocks, block)[: rows.size] == source
-    # each block's rows come from one block, and no two of different lengths may have changed places
-    if not whole.all() or np.unique(blocks).size != blocks.size:
-        at = int(np.argmin(whole)) if not whole.all() else 0
+    if not whole.all():
         raise InvalidCheckpointError(
-            f"row order {order.kind} cuts the {block}-row blocks of the scale (at row {at}): the scale cannot follow"
+            f"row order {order.kind} cuts the {block}-row blocks of the scale (at row {int(np.argmin(whole))}): "
+            "the scale cannot follow"
         )
     return blocks

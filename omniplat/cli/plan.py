@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from omniplat.api import plan as make
 from omniplat.cli.output import human_bytes, make_console, print_json
 from omniplat.errors import UsageError
-from omniplat.plan import Plan, PlanLayer, PlanTrace
+from omniplat.document import Plan, PlanLayer, PlanTrace
 
 if TYPE_CHECKING:
     from rich.console import Console

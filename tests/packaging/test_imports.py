@@ -63,3 +63,10 @@ def test_public_names() -> None:
     assert omniplat.Scheme.parse("mxfp8/mxfp8").id == "mxfp8/mxfp8"
     with pytest.raises(AttributeError, match="no attribute 'nonesuch'"):
         omniplat.nonesuch  # noqa: B018
+
+
+def test_no_function_is_shadowed_by_a_module_of_its_name() -> None:
+    modules = {path.stem for path in Path(omniplat.__file__).parent.glob("*.py")}
+    modules |= {path.parent.name for path in Path(omniplat.__file__).parent.glob("*/__init__.py")}
+    shadowed = {name for name in omniplat.__all__ if name in modules and not name.startswith("__")}
+    assert shadowed <= {"errors"}  # exported as the module that it is
