@@ -237,11 +237,11 @@ def encode(values: Array, element: str, rounding: str = "") -> Array:
 
 
 def _nearest_code(values: Float64, table: Float64) -> UInt8:
-    """Index of the nearest entry of an unsorted table; between two, the one that is larger, as bitsandbytes does."""
+    """Index of the nearest entry of an unsorted table; half way the smaller one (bitsandbytes compares with >)."""
     order = np.argsort(table, kind="stable")
     ordered = table[order]
     middles = (ordered[1:] + ordered[:-1]) / 2
-    nearest: Any = order[np.searchsorted(middles, values, side="right")]
+    nearest: Any = order[np.searchsorted(middles, values, side="left")]
     return np.asarray(nearest, dtype=np.uint8)
 
 

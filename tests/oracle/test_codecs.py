@@ -116,6 +116,8 @@ def test_nf4_and_bitsandbytes_fp4() -> None:
     assert (nf4[0], nf4[7], nf4[15]) == (-1.0, 0.0, 1.0)
     assert np.all(np.diff(nf4) > 0)
     assert encode(np.array([[-1.0, 1.0, 0.01, 0.43]]), "nf4").tolist() == [[0xF0, 0xC7]]
+    half_way = (nf4[7] + nf4[8]) / 2
+    assert encode(np.array([[half_way, np.nextafter(half_way, 1)]]), "nf4").tolist() == [[0x87]]
     fp4 = element_values("fp4_bnb")
     assert fp4[3] == 1.0
     assert fp4[11] == -1.0

@@ -251,6 +251,12 @@ def test_underflowing_nvfp4_scales() -> None:
     assert quantize_activation(x, activation("nvfp4"))[0, 16] == 0.0
     assert quantize_activation(x, activation("nvfp4", "absmax-clamped"))[0, 16] == 3 * 2.0**-9
 
+    # and where the scale is 0, so are the codes
+    x[0, 0], x[0, 16] = 2688000.0, 5.0
+    weight = quantize_weight(x, parse_weight_id("nvfp4"))
+    assert weight.tensors["scale"].astype(np.float32).tolist() == [[448.0, 0.0]]
+    assert not weight.tensors["codes"][0, 8:].any()
+
 
 def test_dual_level() -> None:
     x = np.zeros((1, 1024), np.float32)
@@ -321,7 +327,7 @@ def test_linear_of_stacked_experts_with_static_scales() -> None:
     rng = np.random.default_rng(6)
     w, x = rng.standard_normal((2, 6, 64)), rng.standard_normal((2, 4, 64))
     weight = quantize_weight(w, parse_weight_id("fp8-channel"))
-    scales = np.array([[0.01], [0.02]], np.float32)
+    scales = np.array([[0.01], [0.03]], np.float32)
     bias = rng.standard_normal((2, 6))
     scheme = Scheme(weight.scheme.weight, activation("fp8-tensor-static"))
     weight = replace(weight, scheme=scheme, tensors={**weight.tensors, "input_scale": scales, "bias": bias})

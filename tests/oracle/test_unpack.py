@@ -86,6 +86,8 @@ def test_int32_k_with_columns_that_do_not_fill_the_last_word() -> None:
         {"codes": packed, "scale": scale}, Storage("int32_k", "I32"), Scheme(parse_weight_id("int3-channel")), 3, 42
     )
     np.testing.assert_array_equal(dequantize(weight), values)
+    # canonical: a two's complement byte
+    np.testing.assert_array_equal(weight.tensors["codes"].view(np.int8), values)
 
 
 @settings(max_examples=25, deadline=None)
@@ -451,6 +453,11 @@ def test_zero_scales_of_rows_blocks_and_with_zero_points() -> None:
     scheme = Scheme(parse_weight_id("fp8-block2x4"))
     canonicalise(blocks, plain, scheme, 4, 8)
     fp8[3, 5] = 1.0
+    with pytest.raises(InvalidCheckpointError, match=r"^scale not finite: the scale of row \[3\], column 5 is 0"):
+        canonicalise(blocks, plain, scheme, 4, 8)
+    blocks["scale"] = np.array([[0, 0], [0, 1]], np.float32)
+    canonicalise(blocks, plain, scheme, 4, 8)
+    blocks["scale"] = np.array([[1, 1], [1, 0]], np.float32)
     with pytest.raises(InvalidCheckpointError, match=r"^scale not finite: the scale of row \[3\], column 5 is 0"):
         canonicalise(blocks, plain, scheme, 4, 8)
     unsigned = {"codes": np.full((2, 4), 9, np.uint8), "scale": np.zeros((2, 1), np.float32)}
