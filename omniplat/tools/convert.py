@@ -145,11 +145,11 @@ def _checked_destination(destination: Path, root: Path) -> Path:
     destination = Path(os.path.abspath(destination))
     if destination.exists() and not destination.is_dir():
         raise UsageError(f"{destination} exists and is not a folder")
-    if destination.is_dir() and any(destination.iterdir()):
-        raise UsageError(f"{destination} exists and is not empty")
     source = root.resolve()
     if source == destination.resolve() or source in destination.resolve().parents:
         raise UsageError(f"{destination} lies inside the checkpoint that would be read")
+    if destination.is_dir() and any(destination.iterdir()):
+        raise UsageError(f"{destination} exists and is not empty")
     return destination
 
 
@@ -170,7 +170,7 @@ def _outputs(root: Path, shard: str, part: ResolvedPart, dtype: str) -> list[_Ou
     for module in part.modules:
         if module.scheme.is_unquantized:
             continue
-        if module.status == "invalid" or "codes" not in module.tensors:
+        if module.status in ("invalid", "unsupported") or "codes" not in module.tensors:
             problem = "; ".join(module.problems) or "its tensors and metadata contradict each other"
             raise InvalidCheckpointError(f"cannot be dequantized: {problem}", file=shard, key=module.name)
         consumed |= {info.name for role, info in module.tensors.items() if role != "bias"}
