@@ -256,7 +256,7 @@ def _kinds(modules: Iterable[ResolvedModule]) -> dict[str, list[str]]:
 
 def _why_not_fused(modules: Sequence[ResolvedModule]) -> str:
     """Empty when the modules can be one layer."""
-    if any(module.status == "invalid" for module in modules):
+    if any(module.status in ("invalid", "unsupported") for module in modules):
         return _INVALID
     schemes = {module.scheme for module in modules}
     if len(schemes) > 1:

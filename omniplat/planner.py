@@ -184,6 +184,11 @@ class _ComponentPlanner:
                 self._notes["unsupported-combination", _unsupported(spec, target)] += [m.name for m in modules]
             elif executes is not None:
                 self._note_activation(spec, executes, modules)
+        elif status == "unsupported":
+            trace = tuple(
+                PlanTrace(target.spec.name, {"rule": "scheme", "needed": "a documented scheme", "found": reason})
+                for reason in sorted({text for module in modules for text in module.problems})
+            )
         first = modules[0]
         stored = sum(module.stored_bytes for module in modules) // self._shares(layer)
         resident = int(stored * capability.resident) if capability is not None else stored
@@ -218,6 +223,8 @@ class _ComponentPlanner:
     def _status(self, layer: PackedLayer) -> str:
         if layer.spec.name in self._packed.invalid or any(m.status == "invalid" for m in layer.modules):
             return "invalid"
+        if any(m.status == "unsupported" for m in layer.modules):
+            return "unsupported"
         return "unquantized" if layer.spec.scheme.is_unquantized else "ok"
 
     # -- parallelism --------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ class Declared:
     `zero_offset`  added to a stored zero point (1 for GPTQ v1).
     `act_order`    columns are assigned to groups in an order of each module's own (GPTQ desc_act).
     `missing_ok`   canonical roles whose absence does not make the tensors incomplete.
+    `open_granularity`  the metadata does not say what shares a scale: the tensors do.
+    `unsupported`  why modules of this scheme can be read but not run, in words; "" where they can.
     """
 
     scheme: Scheme
@@ -24,6 +26,8 @@ class Declared:
     zero_offset: int = 0
     act_order: bool = False
     missing_ok: frozenset[str] = frozenset()
+    open_granularity: bool = False
+    unsupported: str = ""
 
     @property
     def quantizes(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from omniplat.checkpoint.folder import Component
 from omniplat.checkpoint.modules import Module, group_modules
@@ -55,6 +55,7 @@ class _Notes:
     unexpected: dict[tuple[str, ...], set[str]] = field(default_factory=lambda: defaultdict(set))
     group: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     inferred: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    unsupported: dict[tuple[str, str, str], set[str]] = field(default_factory=lambda: defaultdict(set))
 
 
 def resolve_component(component: Component, read: Read) -> Resolution:
@@ -154,7 +155,7 @@ class _Resolver:
             if not _agrees(declared, stored):
                 disagreeing.append((reading, rule))
             elif choice is None:
-                choice = _Choice(declared, rule, reading, stored, True)
+                choice = _Choice(_settled(declared, stored), rule, reading, stored, True)
         if choice is None:
             return self._contradicted(module, options)
         for _, rule in disagreeing:
@@ -200,6 +201,10 @@ class _Resolver:
             self._contradiction(name, choice)
         if stored.unexplained:
             self._notes.unexpected[stored.unexplained].add(name)
+        if not problems and (reason := _unsupported(choice)):
+            place = self._place(name, choice)
+            self._notes.unsupported[place.file, place.rule, reason].add(name)
+            problems.append(reason)
         return tuple(problems)
 
     def _contradiction(self, name: str, choice: _Choice) -> None:
@@ -251,6 +256,8 @@ class _Resolver:
             status, scheme = "unquantized", UNQUANTIZED
         else:
             status = "ok" if stored.complete else "invalid"
+            if status == "ok" and _unsupported(choice):
+                status = "unsupported"
             weight = stored.weight or choice.declared.scheme.weight
             scheme = Scheme(weight, self._activation(choice), stored.pre_scale)
         codes = module.leaves[stored.leaves["codes"]] if "codes" in stored.leaves else None
@@ -329,6 +336,10 @@ class _Resolver:
             )  # fmt: skip
         for problem, names in sorted(notes.group.items()):
             found.append(finding("group-not-divisible", problem, component=component, modules=names))
+        for (where, rule, reason), names in sorted(notes.unsupported.items()):
+            found.append(
+                finding("unsupported-option", reason, component=component, file=where, rule=rule, modules=names)
+            )
         for scheme, names in sorted(notes.inferred.items()):
             found.append(
                 finding("inferred-from-headers", f"no metadata; the tensors show {scheme}", component=component,
@@ -383,7 +394,23 @@ def _agrees(declared: Declared, stored: Stored) -> bool:
     """True when the headers show what is declared."""
     if not declared.quantizes:
         return not stored.quantized
+    if declared.open_granularity and stored.quantized and stored.weight is not None:
+        return stored.weight.element == declared.scheme.weight.element
     return stored.quantized and stored.weight is not None and _stored_id(stored) == declared.scheme.weight_id
+
+
+def _settled(declared: Declared, stored: Stored) -> Declared:
+    """`declared`, with the weight that the tensors show where the metadata leaves the granularity open."""
+    if not declared.open_granularity or stored.weight is None:
+        return declared
+    return replace(declared, scheme=replace(declared.scheme, weight=stored.weight), open_granularity=False)
+
+
+def _unsupported(choice: _Choice) -> str:
+    """Why a quantized module that is otherwise in order cannot be run; "" where it can."""
+    if not choice.stored.quantized:
+        return ""
+    return choice.stored.unsupported or choice.declared.unsupported
 
 
 def _stored_id(stored: Stored) -> str:

@@ -28,7 +28,7 @@ class ResolvedModule:
     `scheme`    what will be loaded: stored weight, declared activation.
     `tensors`   canonical role (`codes`, `scale`, ...; also `weight_shape`) -> tensor in the checkpoint.
     `experts`   leading dimension of a stacked 3-D weight, 0 for a plain 2-D one.
-    `status`    "ok" | "unquantized" | "invalid".
+    `status`    "ok" | "unquantized" | "invalid" | "unsupported" (understood, but `problems` say why nothing runs it).
     """
 
     name: str

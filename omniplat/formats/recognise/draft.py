@@ -35,6 +35,7 @@ class Stored:
     `missing`     leaf names that the storage needs and that are not there.
     `unexplained` quantization leaves that no role explains.
     `problem`     a shape that fits nothing, in words; `group_problem` when a group does not divide K.
+    `unsupported` what the tensors have that nothing here can compute with, in words.
     """
 
     weight: TensorQuant | None
@@ -48,6 +49,7 @@ class Stored:
     group_problem: str = ""
     experts: int = 0
     pre_scale: bool = False
+    unsupported: str = ""
 
     @property
     def complete(self) -> bool:
