@@ -22,6 +22,7 @@ class ModuleIndex:
     def __init__(self, names: Iterable[str]) -> None:
         self.names: list[str] = sorted(names)
         self._all = frozenset(self.names)
+        self._reversed: list[str] = []
         self.pattern_evaluations = 0
 
     def __contains__(self, name: str) -> bool:
@@ -37,6 +38,20 @@ class ModuleIndex:
         """`path` itself and the names below it, on a dot boundary."""
         own = [path] if path in self._all else []
         return own + self.with_prefix(path + ".")
+
+    def paths_ending_with(self, tail: str) -> list[str]:
+        """Modules and what contains them whose path ends with `tail`, without regard to dots."""
+        if not self._reversed:
+            paths: set[str] = set()
+            for name in self.names:
+                while name and name not in paths:
+                    paths.add(name)
+                    name = name.rpartition(".")[0]
+            self._reversed = sorted(path[::-1] for path in paths)
+        key = tail[::-1]
+        start = bisect_left(self._reversed, key)
+        end = bisect_left(self._reversed, key + "\U0010ffff", start)
+        return [path[::-1] for path in self._reversed[start:end]]
 
     def where(self, test: Callable[[str], object]) -> list[str]:
         """Names for which a pattern's `test` is true; every call counts."""
@@ -86,9 +101,8 @@ class Segments:
         path = self.text.strip(".")
         if not path:
             return []
-        rooted = index.at_or_below(path)
-        inner = f".{path}."
-        return sorted({*rooted, *index.where(lambda name: inner in f".{name}.")})
+        owners = [path, *index.paths_ending_with(f".{path}")]
+        return sorted({name for owner in owners for name in index.at_or_below(owner)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +113,40 @@ class Suffix:
 
     def hits(self, index: ModuleIndex) -> list[str]:
         own = [self.text] if self.text in index else []
-        tail = "." + self.text
-        return own + index.where(lambda name: name.endswith(tail))
+        return own + [path for path in index.paths_ending_with(f".{self.text}") if path in index]
+
+
+@dataclass(frozen=True, slots=True)
+class EndsWith:
+    """Modules whose name ends with the text, without regard to dots."""
+
+    text: str
+
+    def hits(self, index: ModuleIndex) -> list[str]:
+        return [path for path in index.paths_ending_with(self.text) if path in index]
+
+
+@dataclass(frozen=True, slots=True)
+class Contains:
+    """Modules whose name contains the text anywhere.
+
+    A dotted text that begins names of this checkpoint is looked for there only: what else it could hit it would
+    hit by being repeated inside a longer path.
+    """
+
+    text: str
+
+    def hits(self, index: ModuleIndex) -> list[str]:
+        rooted = index.with_prefix(self.text) if "." in self.text else []
+        return rooted or index.where(lambda name: self.text in name)
+
+
+@dataclass(frozen=True, slots=True)
+class Everything:
+    """Every module."""
+
+    def hits(self, index: ModuleIndex) -> list[str]:
+        return index.names
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -14,11 +14,20 @@ from omniplat.errors import InvalidCheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A JSON object of the metadata. Getters raise InvalidCheckpointError naming file and key on a wrong type."""
+    """A JSON object of the metadata. Getters raise InvalidCheckpointError naming file and key on a wrong type.
+
+    `context` is the whole config that a `quantization_config` stands in: some dialects keep fields of theirs there.
+    """
 
     file: str
     key: str
     values: Mapping[str, Any]
+    context: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def outer(self) -> Fields:
+        """The config around this object."""
+        return Fields(self.file, "", self.context)
 
     def path(self, name: str) -> str:
         return f"{self.key}.{name}" if self.key else name
@@ -95,7 +104,7 @@ def metadata_sources(component: Component) -> list[Fields]:
     found: list[Fields] = []
     for holder in (config, config.child("text_config")):
         if holder is not None and (inner := holder.child("quantization_config")) is not None:
-            found.append(inner)
+            found.append(Fields(inner.file, inner.key, inner.values, component.config))
     if (inner := config.child("compression_config")) is not None:
         found.append(inner)
     for name in METADATA_FILES:
