@@ -10,6 +10,7 @@ from omniplat.checkpoint.folder import Checkpoint, open_checkpoint
 from omniplat.choose import choose_backend
 from omniplat.detect import resolve_device
 from omniplat.device import Device
+from omniplat.document import Plan, PlanLayer
 from omniplat.errors import (
     BackendNotInstalledError,
     BackendUnavailableError,
@@ -19,7 +20,6 @@ from omniplat.errors import (
     UsageError,
 )
 from omniplat.match import ALLOWANCES, PREFERENCES, Policy
-from omniplat.document import Plan, PlanLayer
 from omniplat.planner import Planned, PlannedLayer, Target, make_plan
 from omniplat.registry import FORMATS, MODELS, Registry, default_registry, is_installed
 
@@ -75,7 +75,7 @@ def load_layers(planned: Planned) -> Iterable[tuple[str, PlannedLayer, Any]]:
     from omniplat.checkpoint.reader import ShardReader
 
     require_runnable(planned.plan)
-    _require_torch()
+    require_torch()
     from omniplat.runtime.kernel import load_kernel
     from omniplat.runtime.load import load_layer
 
@@ -90,7 +90,8 @@ def load_layers(planned: Planned) -> Iterable[tuple[str, PlannedLayer, Any]]:
         yield name, item, load_layer(item.packed, kernel, readers[item.layer.component])
 
 
-def _require_torch() -> None:
+def require_torch() -> None:
+    """Raise BackendNotInstalledError, with the pip line, where torch is missing."""
     if not is_installed("torch"):
         raise BackendNotInstalledError("cpu", "torch", 'pip install "omniplat[cpu]"')
 
@@ -100,11 +101,21 @@ def require_runnable(plan: Plan) -> None:
     unsupported = [layer for layer in plan.layers if layer.status == "unsupported"]
     if unsupported:
         raise _unsupported(plan, unsupported)
+    require_loadable(plan)
+
+
+def require_loadable(plan: Plan) -> None:
+    """Raise what makes the checkpoint itself unusable, whatever the device."""
     for item in plan.findings:
+        if item.severity != "error" or item.code in _ABOUT_THE_DEVICE:
+            continue
         if item.code == "unknown-format":
             raise UnknownFormatError(item.message)
-        if item.severity == "error":
-            raise InvalidCheckpointError(item.message, file=item.where.file, key=item.where.rule or item.code)
+        raise InvalidCheckpointError(item.message, file=item.where.file, key=item.where.rule or item.code)
+
+
+#: Findings about a combination with a device, not about the checkpoint.
+_ABOUT_THE_DEVICE = frozenset({"unsupported-combination", "tp-not-divisible", "ep-not-divisible", "engine-cannot-load"})
 
 
 def _unsupported(plan: Plan, layers: list[PlanLayer]) -> UnsupportedCombinationError:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from omniplat.api import plan as make
 from omniplat.cli.output import human_bytes, make_console, print_json
-from omniplat.errors import UsageError
 from omniplat.document import Plan, PlanLayer, PlanTrace
+from omniplat.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -125,13 +125,22 @@ def _rows(layers: Sequence[PlanLayer], show_all: bool) -> Iterable[tuple[str, li
     if show_all:
         yield from ((_full_name(layer), [layer]) for layer in layers)
         return
-    groups: dict[tuple[object, ...], list[PlanLayer]] = defaultdict(list)
-    for layer in layers:
-        template = _INDEX.sub("{}", _full_name(layer))
-        key = (template, layer.declared, layer.stored, layer.executes, layer.kernel, layer.status, _why(layer))
-        groups[key].append(layer)
-    for members in groups.values():
-        yield collapse([_full_name(member) for member in members]), members
+    by_name = {_full_name(layer): layer for layer in layers}
+
+    def kind(name: str) -> tuple[object, ...]:
+        layer = by_name[name]
+        return layer.declared, layer.stored, layer.executes, layer.kernel, layer.status, _why(layer)
+
+    for names in group_names(list(by_name), kind):
+        yield collapse(names), [by_name[name] for name in names]
+
+
+def group_names(names: Sequence[str], kind: Callable[[str], tuple[object, ...]]) -> list[list[str]]:
+    """Names that differ in their indices only and are of one kind, together; groups in order of appearance."""
+    groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for name in names:
+        groups[(_INDEX.sub("{}", name), kind(name))].append(name)
+    return list(groups.values())
 
 
 def _full_name(layer: PlanLayer) -> str:

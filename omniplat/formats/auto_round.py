@@ -217,16 +217,18 @@ def _activation(
 ) -> TensorQuant:
     named = _named(data_type, bits)
     if named:
-        rule = "rceil" if data_type.endswith("_rceil") else "floor"
         quant = parse_weight_id(named)
-        return replace(quant, dynamic=True, scale_rule=rule if quant.is_microscaled else "", rounding="nearest-even")
+        rule = "rceil" if data_type.endswith("_rceil") else "floor"
+        rule = rule if quant.is_microscaled else "absmax-reciprocal"
+        return replace(quant, dynamic=True, scale_rule=rule, rounding="nearest-even")
     if isinstance(group, tuple):
         group = group[1]
     quant = _quant(data_type, bits, group, symmetric, where, "act_bits")
     if quant.element.startswith("uint"):
         quant = replace(quant, element=quant.element.removeprefix("u"))
     granularity = {"channel": "token"}.get(quant.granularity, quant.granularity)
-    return replace(quant, granularity=granularity, dynamic=dynamic, scale_rule="absmax", rounding="nearest-even")
+    rule = "" if quant.is_integer or not dynamic else "absmax-clamped"
+    return replace(quant, granularity=granularity, dynamic=dynamic, scale_rule=rule, rounding="nearest-even")
 
 
 FORMAT = AutoRoundFormat()

@@ -188,16 +188,19 @@ def _activation(args: Fields) -> TensorQuant:
     if kind == "float":
         named = _microscaled(args, bits, group, strategy)
         if named is not None:
-            rule = "even" if named.is_microscaled else ""
+            # MXFP8 scales are rounded at FP4's mantissa width, not at that of their own elements.
+            rule = {"fp4_e2m1": "even", "fp8_e4m3": "even-m1"}[named.element] if named.is_microscaled else ""
             return replace(named, dynamic=True, scale_rule=rule, rounding="nearest-even")
         symmetric = True
+    # Symmetric integers divide by half the range of codes (127.5), floats by their largest value.
+    half = kind == "int" and symmetric and dynamic
     # The element keeps its signed name: an activation id says asymmetric with a suffix.
     quant = TensorQuant(
         element.removeprefix("u"),
         "token",
         symmetric=symmetric,
         dynamic=dynamic,
-        scale_rule="absmax",
+        scale_rule="half-range" if half else "",
         rounding="nearest-even",
     )
     if strategy == "token" or strategy == "channel":

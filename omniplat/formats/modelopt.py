@@ -89,12 +89,15 @@ def _declared(algorithm: str, fields: Fields, source: Fields) -> Declared:
 
 
 def _with_rules(quant: TensorQuant) -> TensorQuant:
-    """ModelOpt's run-time quantizer: MX scales round up so that the largest value never saturates."""
-    from dataclasses import replace
-
+    """ModelOpt's run-time quantizers: MX scales round up, so that the largest value never saturates; FP8 multiplies
+    by the reciprocal of its scale; NVFP4 keeps local scales at or above the smallest e4m3 number."""
     if quant.is_microscaled:
-        return replace(quant, scale_rule="rceil", rounding="nearest-even")
-    return replace(quant, scale_rule="absmax" if quant.dynamic else "", rounding="nearest-even")
+        rule = "ceil"
+    elif quant.second_scale == "global":
+        rule = "absmax-clamped"
+    else:
+        rule = "" if quant.is_integer else "absmax-reciprocal"
+    return replace(quant, scale_rule=rule, rounding="nearest-even")
 
 
 def _weight_only(source: Fields) -> bool:
