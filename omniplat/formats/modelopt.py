@@ -7,7 +7,7 @@ Two spellings of the same content exist: flat in config.json (`ignore`) and nest
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omniplat.errors import UnsupportedOptionError
 from omniplat.formats.base import literal_matcher
