@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omniplat.api import make_planned, require_loadable, require_torch
 from omniplat.checkpoint.folder import open_checkpoint
-from omniplat.cli.output import human_bytes, print_json
+from omniplat.cli.output import answering_no, human_bytes, print_json
 from omniplat.errors import UsageError
 
 SCHEMA = "omniplat.convert/1"
@@ -21,7 +21,8 @@ def convert_command(source: str, destination: Path, to: str, *, json_output: boo
     checkpoint = open_checkpoint(source)
     # What is dequantized does not depend on a device; the cpu's plan has the resolved modules.
     planned = make_planned(checkpoint, "cpu")
-    require_loadable(planned.plan)
+    with answering_no(json_output=json_output):
+        require_loadable(planned.plan)
     require_torch()
     from omniplat.tools.convert import convert
 
@@ -31,7 +32,8 @@ def convert_command(source: str, destination: Path, to: str, *, json_output: boo
         if shown:
             print(f"\r{human_bytes(done)} of {human_bytes(total)}", end="", file=sys.stderr)
 
-    result = convert(checkpoint, planned.resolutions, destination, to, progress=progress)
+    with answering_no(json_output=json_output):
+        result = convert(checkpoint, planned.resolutions, destination, to, progress=progress)
     if shown:
         print(file=sys.stderr)
     if json_output:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from omniplat.errors import OmniplatError
+from omniplat.errors import InvalidCheckpointError, OmniplatError, UnknownFormatError, UnsupportedCombinationError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,6 +37,17 @@ def report_error(error: OmniplatError, *, json_output: bool) -> None:
         print_json({"schema": "omniplat.error/1", **error.to_dict()})
     else:
         print(f"error: {error.message}", file=sys.stderr)
+
+
+@contextmanager
+def answering_no(*, json_output: bool) -> Iterator[None]:
+    """Around what happens once the input has been read: a checkpoint or combination that is refused then is an
+    answer, exit code 1, and no wrong usage."""
+    try:
+        yield
+    except (InvalidCheckpointError, UnknownFormatError, UnsupportedCombinationError) as error:
+        report_error(error, json_output=json_output)
+        raise SystemExit(1) from None
 
 
 def human_bytes(count: float) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from omniplat.api import load_layers, make_planned, require_torch
 from omniplat.checkpoint.folder import Component, open_checkpoint
 from omniplat.checkpoint.reader import ShardReader
-from omniplat.cli.output import human_bytes, make_console, print_json
+from omniplat.cli.output import answering_no, human_bytes, make_console, print_json
 from omniplat.cli.plan import collapse, group_names, print_plan
 from omniplat.errors import UsageError
 from omniplat.planner import Planned
@@ -43,7 +43,8 @@ def run_command(
     require_torch()
     originals = _originals(planned, reference)
     start = time.perf_counter()
-    results = _measure(planned, originals, tokens, seed, quiet=json_output)
+    with answering_no(json_output=json_output):
+        results = _measure(planned, originals, tokens, seed, quiet=json_output)
     seconds = time.perf_counter() - start
     if reference is not None and results and all(item.weight is None for _, item in results):
         raise UsageError(f"{reference} has none of the modules of {checkpoint}")
