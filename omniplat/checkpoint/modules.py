@@ -10,8 +10,10 @@ from omniplat.checkpoint.tensors import TensorInfo
 #: Leaves that hold the codes of a weight.
 WEIGHT_LEAVES = frozenset({"weight", "weight_packed", "qweight"})
 
-#: What gpt-oss appends to the names of its stacked expert tensors.
-STACKED_SUFFIXES = ("_blocks", "_scales", "_bias")
+#: What is appended to the names of stacked expert tensors: by gpt-oss, and by transformers for FP8.
+STACKED_SUFFIXES = ("_blocks", "_scales", "_bias", "_scale_inv", "_scale")
+#: Names that end like those and belong to the module itself.
+_OWN_STEMS = ("weight", "input", "output", "k", "v", "q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ def split_name(info: TensorInfo) -> tuple[str, str]:
         return name, ""
     if parent.endswith("experts"):
         for suffix in STACKED_SUFFIXES:
-            if leaf.endswith(suffix):
+            if leaf.endswith(suffix) and leaf.removesuffix(suffix) not in _OWN_STEMS:
                 return f"{parent}.{leaf.removesuffix(suffix)}", suffix
         if len(info.shape) == 3 and leaf not in WEIGHT_LEAVES:
             return name, "weight"

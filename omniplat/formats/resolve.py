@@ -16,7 +16,7 @@ from omniplat.findings import Finding, finding
 from omniplat.formats.declared import NOT_QUANTIZED, READINGS, Declaration, Declared, Rule
 from omniplat.formats.detect import Read
 from omniplat.formats.matching import ModuleIndex
-from omniplat.formats.recognise import QUANT_LEAVES, Stored, recognise
+from omniplat.formats.recognise import QUANT_LEAVES, Stored, recognise, small_values
 from omniplat.formats.resolved import DecidedBy, ResolvedModule
 from omniplat.models.names import is_embedding, is_norm, keeps_float
 from omniplat.scheme import UNQUANTIZED, Scheme, TensorQuant
@@ -93,7 +93,8 @@ class _Resolver:
         self._has_metadata = read.has_metadata
         self._index = index
         self._notes = _Notes()
-        self._recognised: dict[tuple[object, Declared | None], Stored | None] = {}
+        self._recognised: dict[tuple[object, object, Declared | None], Stored | None] = {}
+        self._small: dict[str, tuple[tuple[str, bytes], ...]] = {}
         self._hits: dict[str, dict[str, frozenset[str]]] = {}
         self._assigned: dict[str, dict[str, Rule]] = {reading: {} for reading in READINGS}
         self._scope: frozenset[str] | None = None
@@ -131,9 +132,12 @@ class _Resolver:
     # -- choosing a reading -------------------------------------------------------------------------
 
     def _recognise(self, module: Module, hint: Declared | None) -> Stored | None:
-        key = (module.signature, hint)
+        small = self._small.get(module.name)
+        if small is None:
+            small = self._small[module.name] = small_values(module.leaves, self._component.read_small)
+        key = (module.signature, small, hint)
         if key not in self._recognised:
-            self._recognised[key] = recognise(module.leaves, hint)
+            self._recognised[key] = recognise(module.leaves, hint, dict(small))
         return self._recognised[key]
 
     def _declared_for(self, name: str, reading: str, declaration: Declaration) -> tuple[Declared, Rule | None]:

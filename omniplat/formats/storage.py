@@ -12,7 +12,22 @@ from dataclasses import dataclass
 #:                (compressed-tensors pack-quantized); zero points int32 packed along N
 #:   gptq         int32 [K*bits/32, N] and [G, N*bits/32], first value in the lowest bits; scales [G, N]
 #:   awq          int32 [K, N/8] and [G, N/8], nibble order 0 4 1 5 2 6 3 7; scales [G, N]
-PACKINGS = ("plain", "nibbles_k", "nibbles_n", "int32_k", "gptq", "awq")
+#:   int32_n      as awq with the nibbles in order (Quark's pack_method "order")
+#:   stream_k     uint8 [N, K*bits/8], first value in the lowest bits (Quark's MXFP6: four codes in three bytes)
+#:   nibbles_flat bytes of any shape and container, row by row, first value in the *high* nibble (bitsandbytes);
+#:                scales flat as well
+#:   hqq          [rows / p, group], p codes a word from p ranges of rows, the first in the highest bits; one group a row
+#:   nibbles_k_shifted  as nibbles_k with two's complement codes; scales and zeros [G, N], w = code * scale + zero
+PACKINGS = (
+    *("plain", "nibbles_k", "nibbles_n", "int32_k", "gptq", "awq"),
+    *("int32_n", "stream_k", "nibbles_flat", "hqq", "nibbles_k_shifted"),
+)
+
+#: Packings of [K, N] and [G, N], or of [G, N] alone.
+TRANSPOSED = ("gptq", "awq", "int32_n", "nibbles_k_shifted")
+
+#: Tensors that unpacking reads beside the canonical roles.
+STORED_ROLES = ("weight_shape", "nested_scale", "nested_codebook", "requantization_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +38,12 @@ class Storage:
     `global_is_divisor`  compressed-tensors writes NVFP4 global scales as divisors, modelopt as multipliers.
     `container`          safetensors dtype of the tensor that holds the codes ("U8", "I32", "F8_E4M3").
     `act_order`          the module's `group_index` is its own order of columns, not the trivial one.
+    `twos_complement`    signed codes in packed words are two's complement instead of offset by 2^(bits-1) (Quark).
+    `nested_block`       scales that share a scale of their own, 0 where scales are plain numbers (bitsandbytes).
+    `scale_offset`       added to every scale that is stored as codes.
+    `bits`               bits of a stored code where the element's own do not tell (HQQ).
+    `scale_layout`       "rows": as the packing says; "tiles": the 128 x 4 tiles of NVIDIA's block-scaled products,
+                         rows and columns padded; "columns": transposed, [G, N].
     """
 
     packing: str
@@ -30,3 +51,8 @@ class Storage:
     zero_offset: int = 0
     global_is_divisor: bool = False
     act_order: bool = False
+    twos_complement: bool = False
+    nested_block: int = 0
+    scale_offset: float = 0.0
+    bits: int = 0
+    scale_layout: str = "rows"

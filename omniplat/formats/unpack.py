@@ -13,15 +13,16 @@ import ml_dtypes
 import numpy as np
 
 from omniplat.canonical import ROLES, Array, CanonicalWeight
-from omniplat.formats.storage import PACKINGS, Storage
+from omniplat.formats.storage import PACKINGS, STORED_ROLES, Storage
 from omniplat.formats.unpack_codes import (
     WIDE_FLOATS,
     StoredModule,
     canonical_codes,
     packed_words,
-    unpack_awq,
+    unpack_columns,
     unpack_stream,
 )
+from omniplat.formats.unpack_flat import check_codebook, flat_nibbles, hqq_codes, nested_scale, shifted_zero
 from omniplat.scheme import ELEMENT_BITS, Scheme
 
 #: Columns that share one second-level scale of the dual-level format.
@@ -40,7 +41,7 @@ def canonicalise(
 ) -> CanonicalWeight:
     """The canonical weight of one checkpoint module.
 
-    `arrays` maps canonical role names (and `weight_shape`, which is ignored) to arrays exactly as stored: BF16 and
+    `arrays` maps canonical role names (and `storage.STORED_ROLES`) to arrays exactly as stored: BF16 and
     F8 as their ml_dtypes types, F8_E8M0 as uint8 or ml_dtypes' type. Packings `plain` and `nibbles_k` may have a
     leading E on every array. Arrays are returned as views of the given ones where nothing has to be changed.
 
@@ -52,13 +53,13 @@ def canonicalise(
     if storage.packing not in PACKINGS:
         raise m.error(f"packing {storage.packing!r} is none of {', '.join(PACKINGS)}")
     for role in arrays:
-        if role not in ROLES and role != "weight_shape":
+        if role not in ROLES and role not in STORED_ROLES:
             raise m.error(f"no tensor of a weight is called {role!r}")
     quant = m.quant
     if quant.granularity == "group" and in_features % quant.group_size:
         raise m.error(f"{in_features} columns are not a multiple of the group size {quant.group_size}")
 
-    codes, lead = canonical_codes(m)
+    codes, lead = _codes(m)
     tensors: dict[str, Array] = {"codes": codes}
     if quant.element != "bf16":
         tensors["scale"] = _scale(m, lead)
@@ -84,8 +85,20 @@ def canonicalise(
         if bias.shape != (*lead, out_features):
             raise m.shape_error("bias", [*lead, out_features], bias.shape)
         tensors["bias"] = bias
-    tensors.update({r: arrays[r] for r in ("codebook", "low_rank_down", "low_rank_up") if r in arrays})
+    if quant.element in ("nf4", "fp4_bnb"):
+        check_codebook(m)
+    elif "codebook" in arrays:
+        tensors["codebook"] = arrays["codebook"]
+    tensors.update({r: arrays[r] for r in ("low_rank_down", "low_rank_up") if r in arrays})
     return CanonicalWeight(scheme, out_features, in_features, tensors)
+
+
+def _codes(m: StoredModule) -> tuple[Array, tuple[int, ...]]:
+    if m.storage.packing == "nibbles_flat":
+        return flat_nibbles(m, m.get("codes")), ()
+    if m.storage.packing == "hqq":
+        return hqq_codes(m, m.get("codes")), ()
+    return canonical_codes(m)
 
 
 # --- scales and zero points ------------------------------------------------------------------------------------
@@ -130,7 +143,16 @@ def _as_scale(m: StoredModule, role: str, array: Array) -> Array:
 
 def _scale(m: StoredModule, lead: tuple[int, ...]) -> Array:
     quant = m.quant
+    if m.storage.packing == "nibbles_flat":
+        scale = nested_scale(m, m.get("scale"))
+        _check_finite(m, "scale", scale)
+        return scale
     scale = _as_scale(m, "scale", m.get("scale"))
+    if m.storage.packing == "hqq":
+        scale = scale.reshape(m.n, m.groups)
+    if quant.element == "int8_bnb":
+        # the file holds the largest magnitude of each row, of which a code is a 127th
+        scale = scale.astype(np.float32) / np.float32(127)
     if quant.granularity == "group":
         scale = _per_group(m, scale, lead, "scale")
     elif quant.granularity == "block":
@@ -157,9 +179,14 @@ def _zero_point(m: StoredModule, lead: tuple[int, ...]) -> Array | None:
             return None
         raise m.error(f"tensor for zero_point is missing, which {m.scheme.id} needs")
     neutral = 0
-    if packing == "awq":
+    if packing == "nibbles_k_shifted":
+        return shifted_zero(m, stored, _per_group(m, m.get("scale"), lead, "scale"))
+    if packing == "hqq":
+        stored = stored.reshape(m.n, m.groups)
+    if packing in ("awq", "int32_n"):
+        stored = stored.reshape(1, -1) if stored.ndim == 1 else stored
         _expect(m, "zero_point", stored, (m.groups, m.n // 8), np.int32)
-        zero = unpack_awq(stored)
+        zero = unpack_columns(stored, packing)
     elif packing == "gptq":
         _expect(m, "zero_point", stored, (m.groups, packed_words(m.n, quant.bits)), np.int32)
         zero = unpack_stream(stored, quant.bits, m.n).T
@@ -172,10 +199,10 @@ def _zero_point(m: StoredModule, lead: tuple[int, ...]) -> Array | None:
         zero = stored
     else:
         zero = _per_row(m, stored, lead, "zero_point")
-    if packing in ("int32_k", "gptq", "awq") and zero.dtype == np.uint8:
+    if packing in ("int32_k", "gptq", "awq", "int32_n") and zero.dtype == np.uint8:
         # a GPTQ v1 zero point was stored as zero - 1 modulo 2^bits, so adding the 1 back wraps as well
         zero = (zero.astype(np.int16) + m.storage.zero_offset) & (2**quant.bits - 1)
-        neutral = 2 ** (quant.bits - 1)
+        neutral = 0 if m.storage.twos_complement else 2 ** (quant.bits - 1)
     elif m.storage.zero_offset:
         zero = zero + m.storage.zero_offset
     if symmetric:

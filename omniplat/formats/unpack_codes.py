@@ -19,7 +19,7 @@ import numpy as np
 
 from omniplat.canonical import Array
 from omniplat.errors import InvalidCheckpointError
-from omniplat.formats.storage import Storage
+from omniplat.formats.storage import TRANSPOSED, Storage
 from omniplat.scheme import Scheme, TensorQuant
 
 FP8_DTYPES = {"fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2)}
@@ -51,8 +51,8 @@ class StoredModule:
 
     @property
     def is_transposed(self) -> bool:
-        """GPTQ and AWQ store [K, N] and [G, N]."""
-        return self.storage.packing in ("gptq", "awq")
+        """GPTQ, AWQ and Quark store [G, N]."""
+        return self.storage.packing in TRANSPOSED
 
     def error(self, problem: str) -> InvalidCheckpointError:
         return InvalidCheckpointError(problem, file=self.file, key=self.name)
@@ -81,11 +81,20 @@ def canonical_codes(m: StoredModule) -> tuple[Array, tuple[int, ...]]:
     if bits == 4 and m.k % 2:
         raise m.error(f"{m.k} columns of 4-bit codes do not fill bytes")
     if packing == "nibbles_k":
-        if codes.ndim >= 3 and codes.shape[-1] != m.k // 2:
+        # DeepSeek-V4 keeps the bytes in a signed tensor
+        codes = codes.view(np.uint8) if codes.dtype == np.int8 and m.storage.container == "I8" else codes
+        if codes.ndim >= 3 and codes.shape[-2:] != (m.n, m.k // 2):
             # gpt-oss keeps the groups apart: [..., G, 16]
             codes = codes.reshape(*codes.shape[:-2], codes.shape[-2] * codes.shape[-1])
         lead = _lead(m, codes, (m.n, m.k // 2), np.uint8)
         return (_SIGN_MAGNITUDE[codes] if _is_mxint(m.quant) else codes), lead
+    if packing == "nibbles_k_shifted":
+        signed = codes.view(np.uint8) if codes.dtype == np.int8 else codes
+        _lead(m, signed, (m.n, m.k // 2), np.uint8, batched=False)
+        return signed ^ np.uint8(0x88), ()
+    if packing == "stream_k":
+        _lead(m, codes, (m.n, m.k * bits // 8), np.uint8, batched=False)
+        return unpack_bytes(codes, bits, m.k), ()
     if packing == "nibbles_n":
         _lead(m, codes, (m.n // 2, m.k), np.uint8, batched=False)
         packed = np.empty((m.n, m.k // 2), dtype=np.uint8)
@@ -102,10 +111,10 @@ def canonical_codes(m: StoredModule) -> tuple[Array, tuple[int, ...]]:
     else:
         _lead(m, codes, (m.k, m.n // 8), np.int32, batched=False)
         if bits != 4 or m.n % 8:
-            raise m.error(f"awq packs 4-bit codes of a multiple of 8 rows, not {bits}-bit codes of {m.n} rows")
-        nibbles = unpack_awq(codes)
+            raise m.error(f"{packing} packs 4-bit codes of a multiple of 8 rows, not {bits}-bit codes of {m.n} rows")
+        nibbles = unpack_columns(codes, packing)
         unsigned = nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
-    return _from_offset(unsigned, m.quant.element, bits), ()
+    return unsigned if m.storage.twos_complement else _from_offset(unsigned, m.quant.element, bits), ()
 
 
 def _plain_codes(m: StoredModule, codes: Array) -> Array:
@@ -204,7 +213,11 @@ def packed_words(count: int, bits: int) -> int:
 
 def unpack_stream(words: Array, bits: int, count: int) -> Array:
     """int32 [R, W] to one unsigned code a byte, uint8 [R, count]: value i has bits [i*bits, (i+1)*bits) of its row."""
-    stream = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
+    return unpack_bytes(np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8), bits, count)
+
+
+def unpack_bytes(stream: Array, bits: int, count: int) -> Array:
+    """The same from uint8 [R, B]."""
     if bits == 8:
         return stream[:, :count]
     rows, size = stream.shape
@@ -231,11 +244,11 @@ def _stream_codes(words: Array, bits: int, count: int) -> Array:
     return unpack_stream(words, bits, count)
 
 
-def unpack_awq(words: Array) -> Array:
-    """AWQ's int32 [R, N/8] to unsigned codes, transposed: uint8 [N, R]."""
+def unpack_columns(words: Array, packing: str) -> Array:
+    """int32 [R, N/8] in AWQ's or plain order to unsigned codes, transposed: uint8 [N, R]."""
     unsigned = np.ascontiguousarray(words.T).view(np.uint32)
     codes = np.empty((unsigned.shape[0], 8, unsigned.shape[1]), dtype=np.uint8)
-    for column, nibble in enumerate(_AWQ_NIBBLE):
+    for column, nibble in enumerate(_AWQ_NIBBLE if packing == "awq" else range(8)):
         codes[:, column] = (unsigned >> np.uint32(4 * nibble)) & np.uint32(15)
     return codes.reshape(unsigned.shape[0] * 8, unsigned.shape[1])
 

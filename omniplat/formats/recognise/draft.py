@@ -20,6 +20,11 @@ QUANT_LEAVES = frozenset(
         *("weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale"),
         *("weight_zero_point", "weight_shape", "weight_g_idx", "qweight", "qzeros", "scales", "g_idx"),
         *("input_scale", "input_zero_point", "input_global_scale", "scale_weight", "scale_input"),
+        *("weight_offset", "weight_scale_second", "weight_offset_second", "weight_dual_scale", "scale_bias"),
+        *("deq_scale", "quant_bias", "input_offset", "mul_scale", "pre_quant_scale", "wscales", "wcscales", "wtscale"),
+        *("smooth_factor", "smooth", "proj_down", "proj_up", "lora_down", "lora_up", "left_trans", "right_trans"),
+        *("input_scale_2", "weight.absmax", "weight.nested_absmax", "SCB", "W_q", "_blocks", "_scales"),
+        *("_weight_qdata", "_weight_scale", "weight._data", "weight._scale", "weight:qdata", "weight:_data"),
     }
 )
 
@@ -62,10 +67,14 @@ class Stored:
 
 @dataclass(slots=True)
 class Draft:
-    """A `Stored` under construction: recognisers fill it, `finish` freezes it."""
+    """A `Stored` under construction: recognisers fill it, `finish` freezes it.
+
+    `values` holds the bytes of the small tensors that describe others (bitsandbytes' and HQQ's states), by leaf.
+    """
 
     leaves: Leaves
     hint: Declared | None
+    values: Mapping[str, bytes] = field(default_factory=dict)
     roles: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
@@ -95,8 +104,8 @@ class Draft:
         divisor: bool = False,
         zero_offset: int = 0,
     ) -> Stored:
-        self.take("bias", "bias")
-        self.take("pre_scale", "pre_quant_scale")
+        self.take("bias", "bias", "_bias")
+        self.take("pre_scale", "pre_quant_scale", "mul_scale")
         activation = self.hint.scheme.activation if self.hint is not None else None
         if weight is not None and weight.element != "bf16":
             self._take_input_scales(activation)
@@ -122,12 +131,12 @@ class Draft:
 
     def _take_input_scales(self, activation: TensorQuant | None) -> None:
         if activation is not None and activation.second_scale == "global":
-            self.take("input_global_scale", "input_global_scale", "input_scale", required=True)
+            self.take("input_global_scale", "input_global_scale", "input_scale", "input_scale_2", required=True)
             return
         static = activation is not None and not activation.dynamic
         self.take("input_scale", "input_scale", "scale_input", required=static)
         asymmetric = activation is not None and not activation.symmetric
-        self.take("input_zero_point", "input_zero_point", required=static and asymmetric)
+        self.take("input_zero_point", "input_zero_point", "input_offset", required=static and asymmetric)
         self.take("input_global_scale", "input_global_scale")
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from omniplat.checkpoint.tensors import FLOAT_DTYPES, TensorInfo
 from omniplat.formats.recognise.draft import E8M0_DTYPES, Draft, Stored, grouped, misfit, unknown
+from omniplat.formats.recognise.unpacked import scale_quant
 from omniplat.scheme import parse_weight_id
 
 
@@ -14,10 +17,10 @@ def packed_nibbles(draft: Draft, packed: TensorInfo) -> Stored:
         return unknown(draft, packed, f"weight_packed is {packed.dtype} {list(packed.shape)}")
     n, k = packed.shape[0], packed.shape[1] * 2
     scale = draft.take("scale", "weight_scale", required=True)
-    return _four_bit(draft, packed, n, k, scale, ("weight_global_scale",), divisor=True)
+    return four_bit(draft, packed, n, k, scale, ("weight_global_scale",), divisor=True)
 
 
-def _four_bit(
+def four_bit(
     draft: Draft, codes: TensorInfo, n: int, k: int, scale: TensorInfo | None, names: tuple[str, ...], *, divisor: bool
 ) -> Stored:
     hinted = draft.hinted
@@ -33,9 +36,16 @@ def _four_bit(
 
 
 def packed_bytes(draft: Draft, weight: TensorInfo) -> Stored:
-    """A plain `weight` of bytes: NVFP4 and MXFP4 packed along K, or modelopt's int4 packed along N."""
+    """A plain `weight` of bytes: NVFP4 and MXFP4 packed along K, MXFP6, unsigned 8 bits, modelopt's int4 along N."""
     rows, columns = weight.shape
-    scale = draft.take("scale", "weight_scale", required=True)
+    scale = draft.take("scale", "weight_scale", "weight_scale_inv", "scale", "_scale_inv", required=True)
+    hinted = draft.hinted
+    if hinted is not None and hinted.element == "uint8":
+        return _unsigned(draft, weight, scale)
+    if scale is not None and scale.dtype in E8M0_DTYPES and scale.shape == (rows, columns // 24) and not columns % 24:
+        # four codes in three bytes; which of the two formats they have only metadata can tell
+        name = "mxfp6e3m2" if hinted == parse_weight_id("mxfp6e3m2") else "mxfp6e2m3"
+        return draft.finish(parse_weight_id(name), "stream_k", "U8", rows, columns * 8 // 6)
     if scale is not None and scale.dtype in FLOAT_DTYPES and len(scale.shape) == 2 and scale.shape[0] == 2 * rows:
         n, k = 2 * rows, columns
         quant = grouped("int4", k, scale.shape[1], scale, draft.hinted, True)
@@ -44,4 +54,16 @@ def packed_bytes(draft: Draft, weight: TensorInfo) -> Stored:
             draft.roles["requantization_scale"] = "weight_scale_2"
         problem = "" if k % scale.shape[1] == 0 else misfit(scale, n, k)
         return draft.finish(quant, "nibbles_n", "U8", n, k, problem=problem)
-    return _four_bit(draft, weight, rows, columns * 2, scale, ("weight_scale_2", "weight_global_scale"), divisor=False)
+    return four_bit(draft, weight, rows, columns * 2, scale, ("weight_scale_2", "weight_global_scale"), divisor=False)
+
+
+def _unsigned(draft: Draft, weight: TensorInfo, scale: TensorInfo | None) -> Stored:
+    """Quark's uint8: one code a byte and a zero point."""
+    n, k = weight.shape
+    draft.take("zero_point", "weight_zero_point", required=True)
+    if scale is None:
+        return draft.finish(draft.hinted, "plain", "U8", n, k)
+    quant = scale_quant("uint8", scale, n, k, draft.hinted)
+    if quant is None:
+        return draft.finish(None, "plain", "U8", n, k, problem=misfit(scale, n, k))
+    return draft.finish(replace(quant, symmetric=False), "plain", "U8", n, k)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from omniplat.checkpoint.tensors import TensorInfo
-from omniplat.formats.recognise.draft import SCALE_FORMATS, Draft, Stored, misfit
-from omniplat.scheme import TensorQuant
+from omniplat.formats.recognise.draft import E8M0_DTYPES, SCALE_FORMATS, Draft, Stored, misfit
+from omniplat.scheme import TensorQuant, parse_weight_id
 
+#: Names of the scale beside a plain weight. `scale` is DeepSeek's own, the last two belong to stacked experts.
+_SCALE_LEAVES = ("weight_scale", "weight_scale_inv", "scale_weight", "scale", "_scale_inv", "_scale")
 FLOAT8 = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"}
 
 
@@ -42,7 +44,7 @@ def scale_quant(element: str, scale: TensorInfo, n: int, k: int, hinted: TensorQ
 
 def float8(draft: Draft, weight: TensorInfo) -> Stored:
     n, k = weight.shape
-    scale = draft.take("scale", "weight_scale", "weight_scale_inv", "scale_weight", required=True)
+    scale = draft.take("scale", *_SCALE_LEAVES, required=True)
     hinted = draft.hinted
     if scale is None:
         return draft.finish(hinted, "plain", weight.dtype, n, k)
@@ -53,7 +55,10 @@ def float8(draft: Draft, weight: TensorInfo) -> Stored:
 
 def int8(draft: Draft, weight: TensorInfo) -> Stored:
     n, k = weight.shape
-    scale = draft.take("scale", "weight_scale", required=True)
+    scale = draft.take("scale", *_SCALE_LEAVES, required=True)
+    if scale is not None and scale.dtype in E8M0_DTYPES and scale.shape == (n, k // 16) and not k % 16:
+        # half a byte per code: DeepSeek-V4 keeps MXFP4 in signed bytes
+        return draft.finish(parse_weight_id("mxfp4"), "nibbles_k", "I8", n, 2 * k)
     zero = draft.take("zero_point", "weight_zero_point")
     hinted = draft.hinted
     if scale is None:
@@ -62,7 +67,10 @@ def int8(draft: Draft, weight: TensorInfo) -> Stored:
     if quant is None:
         return draft.finish(None, "plain", "I8", n, k, problem=misfit(scale, n, k))
     bits = hinted.bits if hinted is not None and hinted.is_integer else 8
-    element = f"{'uint' if zero is not None else 'int'}{bits}"
+    # A file may spell out the zero points, all 0, of a symmetric weight; unpacking checks them.
+    declared = hinted is not None and hinted.is_integer and hinted.symmetric
+    symmetric = zero is None or declared
+    element = f"{'int' if symmetric else 'uint'}{bits}"
     if hinted is not None and hinted.is_integer and not hinted.symmetric and zero is None:
         draft.missing.append("weight_zero_point")
-    return draft.finish(replace(quant, element=element, symmetric=zero is None), "plain", "I8", n, k)
+    return draft.finish(replace(quant, element=element, symmetric=symmetric), "plain", "I8", n, k)

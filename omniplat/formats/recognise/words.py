@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.formats.recognise.draft import Draft, Stored, grouped, misfit, unknown
 from omniplat.scheme import TensorQuant
@@ -49,6 +51,25 @@ def _words_along_k(words: int, groups: int, bits: int, hinted: TensorQuant | Non
     if (words * 32) % whole == 0 and 2 <= words * 32 // whole <= 8:
         return whole, words * 32 // whole
     return k, bits
+
+
+def integer_columns(draft: Draft, weight: TensorInfo) -> Stored:
+    """Quark: a plain `weight` of int32 words along N, [K, N/8], with scales [G, N] or [N]."""
+    scale = draft.take("scale", "weight_scale", required=True)
+    zero = draft.take("zero_point", "weight_zero_point")
+    hint, hinted = draft.hint, draft.hinted
+    k, words = weight.shape
+    n = words * 8
+    if scale is None:
+        return draft.finish(hinted, "awq", "I32", n, k)
+    if scale.shape[-1:] != (n,) or len(scale.shape) > 2:
+        return draft.finish(None, "awq", "I32", n, k, problem=misfit(scale, n, k))
+    groups = scale.shape[0] if len(scale.shape) == 2 else 1
+    symmetric = zero is None or hinted is None or hinted.symmetric
+    quant = grouped(f"{'int' if symmetric else 'uint'}4", k, groups, scale, hinted, symmetric)
+    packing = hint.packing if hint is not None and hint.packing in ("awq", "int32_n") else "awq"
+    stored = draft.finish(quant, packing, "I32", n, k)
+    return replace(stored, storage=replace(stored.storage, twos_complement=symmetric))
 
 
 def integer_rows(draft: Draft, qweight: TensorInfo) -> Stored:
