@@ -90,6 +90,13 @@ def scale_values(scale: torch.Tensor, quant: TensorQuant) -> torch.Tensor:
     return scale.to(torch.float32)
 
 
+def is_exact_in_bf16(quant: TensorQuant, codes: torch.dtype) -> bool:
+    """True where every dequantized value is a bf16 number: bf16 itself, and few bits times a power of two."""
+    if quant.element == "bf16":
+        return codes == torch.bfloat16
+    return quant.scale_format == "e8m0" and quant.granularity == "group" and not quant.second_scale
+
+
 def tile_rows(columns: int, quant: TensorQuant) -> int:
     """Rows decoded at a time: about 4 MiB of float32, whole blocks of a block-scaled weight."""
     rows = max(16, (1 << 20) // max(columns, 1))
@@ -119,7 +126,7 @@ class RowDecoder:
         self._scaled_in_tile = quant.granularity in ("group", "block")
         self.row_scale = self._row_scale()
         size = self.tile * columns
-        self._out = torch.empty(size, dtype=torch.float32)
+        self._out = torch.empty(0 if self.is_float32 else size, dtype=torch.float32)
         self._half = torch.empty(size if self._move else 0, dtype=torch.int16)
         self._index = torch.empty(size // 2 if quant.bits == 4 else 0, dtype=torch.int32)
         group_index = tensors.get("group_index")

@@ -161,7 +161,7 @@ def _check(weight: WeightTensors, spec: LayerSpec, kernel: str) -> None:
         # A slice at a time, in one small buffer: a check must not need as much memory as the weight.
         every = weight.tensors["codes"].view(torch.int8).reshape(-1)
         magnitudes = torch.empty(min(every.numel(), 1 << 18), dtype=torch.int8)
-        for codes in every.split(1 << 18):
+        for codes in torch.split(every, 1 << 18):
             if (
                 codes.numel()
                 and int(torch.bitwise_and(codes, 0x7F, out=magnitudes[: codes.numel()]).max()) >= first_nan

@@ -12,8 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from omniplat.reference.activations import Quantized, quantize_activation
-from omniplat.reference.decode import RowDecoder, Tensors
+from omniplat.reference.decode import RowDecoder, Tensors, is_exact_in_bf16
 from omniplat.scheme import Scheme
+
+#: From this many rows on, a bf16 product gains more than converting the weight's tiles once more costs.
+ROWS_FOR_BF16 = 8
 
 #: Below this every sum of products of integers is exact in float32, in any order.
 EXACT_FLOAT32 = 1 << 24
@@ -36,12 +39,15 @@ def linear(
     rows = tensors["codes"].shape[0]
     if x.shape[0] == 0 or rows == 0:
         return x.new_zeros((x.shape[0], rows), dtype=out_dtype)
-    if scheme.activation is None and not scheme.pre_scale and _takes_bf16(x, scheme, tensors, out_dtype):
-        return F.linear(x, tensors["codes"], bias.to(torch.bfloat16) if bias is not None else None)
+    in_bf16 = not splits and _is_exact_in_bf16(x, scheme, tensors, bias, out_dtype) and has_bf16_units()
+    if in_bf16 and scheme.is_unquantized:
+        return F.linear(x, tensors["codes"], bias)
     values = x.to(torch.float32)
     if "pre_scale" in tensors:
         values = values * tensors["pre_scale"]
     quantized = quantize_activation(values, scheme.activation, tensors)
+    if in_bf16 and x.shape[0] >= ROWS_FOR_BF16:
+        return matmul_bf16(quantized.values.to(torch.bfloat16), RowDecoder(scheme.weight, tensors, columns), bias)
     if splits:
         y = matmul_int8(quantized, tensors["codes"], splits)
         y.mul_(tensors["scale"].to(torch.float32).reshape(1, -1))
@@ -68,6 +74,23 @@ def matmul_tiles(x: torch.Tensor, decoder: RowDecoder) -> torch.Tensor:
         stop = min(start + decoder.tile, decoder.rows)
         torch.mm(x, decoder(start, stop).t(), out=y[:, start:stop])
     return y
+
+
+def matmul_bf16(x: torch.Tensor, decoder: RowDecoder, bias: torch.Tensor | None) -> torch.Tensor:
+    """As `matmul_tiles` with bf16 operands and a bf16 result, accumulated in float32 and rounded once.
+
+    `bias` is bf16 [N]: oneDNN adds it before it rounds. The decoder's factor is a power of two, so it may be
+    applied after the rounding.
+    """
+    if bias is not None:
+        bias = bias * (1.0 / decoder.factor)
+    y = x.new_empty((x.shape[0], decoder.rows))
+    buffer = x.new_empty((decoder.tile, x.shape[1]))
+    for start in range(0, decoder.rows, decoder.tile):
+        stop = min(start + decoder.tile, decoder.rows)
+        weights = buffer[: stop - start].copy_(decoder(start, stop))
+        y[:, start:stop] = F.linear(x, weights, bias[start:stop] if bias is not None else None)
+    return y.mul_(decoder.factor) if decoder.factor != 1.0 else y
 
 
 def matmul_int8(x: Quantized, codes: torch.Tensor, splits: int) -> torch.Tensor:
@@ -140,16 +163,19 @@ def int_mm_is_exact() -> bool:
 def has_bf16_units() -> bool:
     """True where bf16 matrix products run in hardware (AVX512-BF16 or AMX) and accumulate in float32."""
     probe = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    return bool(probe is not None and probe())
+    return bool(probe is not None and probe() and torch.backends.mkldnn.is_available())
 
 
-def _takes_bf16(x: torch.Tensor, scheme: Scheme, tensors: Tensors, out_dtype: torch.dtype) -> bool:
-    """A plain bf16 layer on a CPU with bf16 units: torch's own product has the same numerics."""
-    bf16 = torch.bfloat16
+def _is_exact_in_bf16(
+    x: torch.Tensor, scheme: Scheme, tensors: Tensors, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> bool:
+    """True where every operand is a bf16 number, so that a bf16 product differs in the order of its sums only."""
+    bf16, activation = torch.bfloat16, scheme.activation
     return (
-        scheme.weight.element == "bf16"
-        and tensors["codes"].dtype == bf16
-        and x.dtype == bf16
+        x.dtype == bf16
         and out_dtype == bf16
-        and has_bf16_units()
+        and not scheme.pre_scale
+        and (bias is None or bias.dtype == bf16)
+        and is_exact_in_bf16(scheme.weight, tensors["codes"].dtype)
+        and (activation is None or is_exact_in_bf16(activation, bf16))
     )

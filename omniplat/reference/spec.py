@@ -55,7 +55,7 @@ SPEC = BackendSpec(
             activations=_ACTIVATIONS,
             priority=10,
             impl=f"{_KERNELS}:DequantLinear",
-            variants=("f32-row-tiles", "bf16-row-tiles"),
+            variants=("f32-row-tiles", "bf16"),
         ),
         Capability(
             name="expert_loop",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -109,6 +110,51 @@ def test_two_row_tiles_are_joined() -> None:
     assert RowDecoder(weight.scheme.weight, to_torch(weight).tensors, 1024).tile < 1100
     x = made.values(2, 1024)
     assert_within_f32(layer_of(weight)(torch.from_numpy(x)), x, weight)
+
+
+# --- bf16 products -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    "scheme_id",
+    [
+        "mxfp8/a16",
+        "mxfp8/mxfp8",
+        "mxfp8e5m2/a16",
+        "mxfp4/mxfp4",
+        "mxfp6e2m3/a16",
+        "mxint8/a16",
+        "mxint4/a16",
+    ],
+)
+def test_bf16_tiles_round_once(scheme_id: str, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forced on, also where the CPU has no bf16 units. Two roundings would move a third of these results."""
+    monkeypatch.setattr(linear_module, "has_bf16_units", lambda: True)
+    used: list[torch.dtype] = []
+    plain = linear_module.matmul_bf16
+    monkeypatch.setattr(linear_module, "matmul_bf16", lambda x, d, b: (used.append(x.dtype), plain(x, d, b))[1])
+    made = Weights(8)
+    weight = made.canonical(Scheme.parse(scheme_id), 4200, 512)
+    if biased:
+        bias = (made.values(4200) * 30).astype(ml_dtypes.bfloat16)
+        weight = replace(weight, tensors={**weight.tensors, "bias": bias})
+    x = made.values(9, 512)
+    y = layer_of(weight)(torch.from_numpy(x).to(torch.bfloat16))
+    assert used == [torch.bfloat16]
+    once = torch.from_numpy(oracle.linear(x, weight)).to(torch.float32).to(torch.bfloat16)
+    assert (y != once).double().mean() < 0.01
+    torch.testing.assert_close(y, once, rtol=2.0**-7, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "scheme_id", ["nvfp4/a16", "fp8-channel/a16", "mxfp8/fp8-token", "mxfp4-dual/a16", "int4-g32/a16"]
+)
+def test_bf16_tiles_are_only_for_what_bf16_can_hold(scheme_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "has_bf16_units", lambda: True)
+    monkeypatch.setattr(linear_module, "matmul_bf16", None)
+    weight = Weights().canonical(Scheme.parse(scheme_id), 16, 512)
+    layer_of(weight)(torch.ones(9, 512, dtype=torch.bfloat16))
 
 
 # --- exact integers ----------------------------------------------------------------------------------------------
