@@ -16,7 +16,18 @@ from omniplat.formats.resolve import Resolution
 from omniplat.formats.resolved import ResolvedModule
 from omniplat.layer import LayerSpec, MoeSpec
 from omniplat.models.builtin import UNKNOWN
-from omniplat.models.family import Attention, ExpertNames, Family, attention_of, identifiers_of
+from omniplat.models.family import (
+    Attention,
+    ExpertNames,
+    Family,
+    Scope,
+    StackedNames,
+    attention_of,
+    has_suffix,
+    identifiers_of,
+    scope_of,
+    scoped_attention,
+)
 from omniplat.models.names import EXPERT
 from omniplat.packed import PackedLayer, Part
 from omniplat.roworder import AS_IS, RowOrder
@@ -30,9 +41,25 @@ class Packed:
 
     layers: tuple[PackedLayer, ...]
     family: Family
-    attention: Attention
+    heads: HeadCounts
     findings: tuple[Finding, ...]
     invalid: Mapping[str, str]
+
+
+class HeadCounts:
+    """Head counts of each part of a component: towers and talkers have their own."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._known: dict[Scope | None, Attention] = {None: attention_of(config)}
+
+    def of(self, name: str) -> Attention:
+        """Those of the part that a module lies in; all 0 where its configuration does not tell."""
+        scope = scope_of(name)
+        if scope not in self._known:
+            assert scope is not None
+            self._known[scope] = scoped_attention(self._config, scope)
+        return self._known[scope]
 
 
 def family_of(config: Mapping[str, Any], families: Sequence[Family]) -> Family:
@@ -57,7 +84,7 @@ class _Packer:
         self._component = resolution.component.name
         self._modules = {module.name: module for module in resolution.modules}
         self._family = family
-        self._attention = attention_of(resolution.component.config)
+        self._heads = HeadCounts(resolution.component.config)
         self._act = str(resolution.component.config.get("hidden_act") or "silu")
         self._dtype = _compute_dtype(resolution.component.config)
         self._findings: list[Finding] = []
@@ -67,6 +94,7 @@ class _Packer:
     def run(self) -> Packed:
         rest = dict(self._modules)
         layers = self._experts(rest)
+        layers += self._stacks(rest)
         layers += self._fused(rest)
         layers += [self._linear(module.name, (module,)) for module in rest.values()]
         if not self._family.name and any(module.status != "unquantized" for module in self._modules.values()):
@@ -82,7 +110,7 @@ class _Packer:
                 finding("mixed-fused-shards", message, component=self._component, modules=sorted(names))
             )
         layers.sort(key=lambda layer: layer.spec.name)
-        return Packed(tuple(layers), self._family, self._attention, tuple(self._findings), self._invalid)
+        return Packed(tuple(layers), self._family, self._heads, tuple(self._findings), self._invalid)
 
     # -- linear layers ------------------------------------------------------------------------------
 
@@ -95,7 +123,7 @@ class _Packer:
             first.in_features,
             first.scheme,
             dtype=_DTYPES.get(first.stored_dtype, self._dtype),
-            bias=any("bias" in module.tensors for module in modules),
+            bias=_has_bias(modules),
             parts=tuple(module.out_features for module in modules),
             component=self._component,
         )
@@ -134,9 +162,9 @@ class _Packer:
 
     def _row_order(self, name: str) -> RowOrder:
         for suffix, kind in self._family.disk_orders.items():
-            if name == suffix or name.endswith("." + suffix):
+            if has_suffix(name, (suffix,)):
                 if kind == "qkv_per_kv_head":
-                    heads = self._attention
+                    heads = self._heads.of(name)
                     if not heads.known:
                         return AS_IS
                     return RowOrder(kind, heads.kv_heads, heads.heads // heads.kv_heads, heads.head_dim)
@@ -145,13 +173,15 @@ class _Packer:
 
     def _disk_parts(self, module: ResolvedModule) -> tuple[int, ...]:
         """Rows of the parts of a tensor that is fused on disk: q, k, v by the head counts, gate and up by halves."""
-        leaf = module.name.rpartition(".")[2]
-        rows, heads = module.out_features, self._attention
-        if leaf in ("qkv_proj", "qkv", "to_qkv") and heads.known:
+        rows, heads = module.out_features, self._heads.of(module.name)
+        held = next(
+            (held for suffix, held in self._family.disk_parts.items() if has_suffix(module.name, (suffix,))), ""
+        )
+        if held == "qkv" and heads.known:
             kv = heads.kv_heads * heads.head_dim
             if rows == heads.heads * heads.head_dim + 2 * kv:
                 return (rows - 2 * kv, kv, kv)
-        if leaf in ("gate_up_proj", "gate_and_up_proj") and rows % 2 == 0:
+        if held == "halves" and rows % 2 == 0:
             return (rows // 2, rows // 2)
         return (rows,)
 
@@ -198,19 +228,82 @@ class _Packer:
         first = w13[0][0].module if w13 and w13[0] else modules[0]
         down = w2[0][0].module if w2 and w2[0] else modules[-1]
         rows = sum(part.module.out_features for part in w13[0]) if w13 else 0
-        spec = LayerSpec(
+        spec = self._moe_spec(name, first, down, rows, first.in_features, down.out_features, len(w13))
+        return PackedLayer(replace(spec, bias=_has_bias(modules)), w13=tuple(w13), w2=tuple(w2))
+
+    def _moe_spec(
+        self,
+        name: str,
+        first: ResolvedModule,
+        down: ResolvedModule,
+        rows: int,
+        columns: int,
+        out: int,
+        experts: int,
+    ) -> LayerSpec:
+        """A layer of `experts` whose gate-and-up weight is [rows, columns] and whose down weight gives `out`."""
+        return LayerSpec(
             name,
             "moe",
-            down.out_features,
-            first.in_features,
+            out,
+            columns,
             first.scheme,
             dtype=_DTYPES.get(first.stored_dtype, self._dtype),
-            bias=any("bias" in module.tensors for module in modules),
             parts=(rows // 2, rows // 2),
-            moe=MoeSpec(len(w13), rows // 2, self._act, down.scheme if down.scheme != first.scheme else None),
+            moe=MoeSpec(experts, rows // 2, self._act, down.scheme if down.scheme != first.scheme else None),
             component=self._component,
         )
-        return PackedLayer(spec, w13=tuple(w13), w2=tuple(w2))
+
+    def _stacks(self, rest: dict[str, ResolvedModule]) -> list[PackedLayer]:
+        """Experts whose tensors are 3-D stacks, below a module that is called experts."""
+        by_container: dict[str, dict[str, ResolvedModule]] = defaultdict(dict)
+        for name, module in rest.items():
+            container, _, leaf = name.rpartition(".")
+            if module.experts and container:
+                by_container[container][leaf] = module
+        layers: list[PackedLayer] = []
+        for container, leaves in by_container.items():
+            names = self._stacked_names(leaves)
+            if names is None:
+                continue
+            for module in leaves.values():
+                del rest[module.name]
+            layers.append(self._stack(container, leaves, names))
+        return layers
+
+    def _stacked_names(self, leaves: Mapping[str, ResolvedModule]) -> StackedNames | None:
+        for names in self._family.stacked or UNKNOWN.stacked:
+            if leaves.keys() <= {names.fused, names.gate, names.up, names.down} and names.down in leaves:
+                return names
+        return None
+
+    def _stack(self, name: str, leaves: Mapping[str, ResolvedModule], names: StackedNames) -> PackedLayer:
+        up_names = (names.fused,) if names.fused in leaves else (names.gate, names.up)
+        missing = [f"{name}.{leaf}" for leaf in (*up_names, names.down) if leaf not in leaves]
+        ups = [leaves[leaf] for leaf in up_names if leaf in leaves]
+        down = leaves[names.down]
+        w13 = (tuple(self._part(module) for module in ups),)
+        w2 = (tuple(self._part(module) for module in (down,)),)
+        self._check_experts(name, w13, w2, missing)
+        counts = {module.experts for module in (*ups, down)}
+        if len(counts) > 1:
+            held = ", ".join(f"{module.name} {module.experts}" for module in (*ups, down))
+            self._refuse(name, "mixed-fused-shards", f"{name}: numbers of experts differ: {held}", leaves.values())
+        first = ups[0] if ups else down
+        rows, columns, out = sum(module.out_features for module in ups), first.in_features, down.out_features
+        if self._is_transposed(first, down, fused=len(ups) == 1, names=names):
+            rows, columns, out = sum(module.in_features for module in ups), first.out_features, down.in_features
+        spec = self._moe_spec(name, first, down, rows, columns, out, down.experts)
+        return PackedLayer(replace(spec, bias=_has_bias((*ups, down))), w13=w13, w2=w2, stacked=True)
+
+    def _is_transposed(self, up: ResolvedModule, down: ResolvedModule, *, fused: bool, names: StackedNames) -> bool:
+        """True for [E, columns, rows]. Quantized stacks never are; else the shapes tell, and the family where not."""
+        if up.status != "unquantized" or down.status != "unquantized":
+            return False
+        height = 2 if fused else 1
+        straight = up.out_features == height * down.in_features and up.in_features == down.out_features
+        turned = up.in_features == height * down.out_features and up.out_features == down.in_features
+        return turned if straight != turned else names.layout == "kn"
 
     def _part(self, module: ResolvedModule) -> Part:
         return Part(module, self._row_order(module.name))
@@ -233,17 +326,20 @@ class _Packer:
                 counts = ", ".join(f"{len(names)} {kind}" for kind, names in sorted(kinds.items()))
                 self._refuse(name, "mixed-fused-shards", f"{name}: experts differ: {counts}", rare)
 
-    def _refuse(self, name: str, code: str, message: str, modules: Iterable[str]) -> None:
+    def _refuse(self, name: str, code: str, message: str, modules: Iterable[str | ResolvedModule]) -> None:
         self._invalid[name] = message
-        self._findings.append(
-            finding(code, message, severity="error", component=self._component, modules=sorted(modules))
-        )
+        names = sorted(module if isinstance(module, str) else module.name for module in modules)
+        self._findings.append(finding(code, message, severity="error", component=self._component, modules=names))
 
 
 _INVALID = "a part is invalid"
 _ORDERED = "every part has a group order of its own"
 #: Reasons that are no mixture: the invalid part has its own finding, an own order is the dialect's normal case.
 _QUIET = (_INVALID, _ORDERED)
+
+
+def _has_bias(modules: Iterable[ResolvedModule]) -> bool:
+    return any("bias" in module.tensors for module in modules)
 
 
 def _kinds(modules: Iterable[ResolvedModule]) -> dict[str, list[str]]:

@@ -15,18 +15,18 @@ from omniplat.backend import BackendSpec
 from omniplat.capability import Accepted, Capability, Rejected, compare_activation
 from omniplat.checkpoint.folder import Checkpoint
 from omniplat.device import Device
+from omniplat.document import Plan, PlanCheckpoint, PlanDevice, PlanLayer, PlanRule, PlanSummary, PlanTrace
 from omniplat.findings import Finding, finding
 from omniplat.formats.base import Format
 from omniplat.formats.detect import read_metadata
 from omniplat.formats.resolve import Resolution, resolve_component
 from omniplat.formats.resolved import ResolvedModule
 from omniplat.layer import LayerSpec
-from omniplat.legality import TP_SIZES, Cut, cut_columns, cut_heads, cut_rows
+from omniplat.legality import TP_SIZES, Cut, cut_columns, cut_qkv, cut_rows, rank_rows
 from omniplat.match import Match, Policy, match
-from omniplat.models.family import Family
+from omniplat.models.family import Attention, Family, has_suffix
 from omniplat.packed import PackedLayer
 from omniplat.packing import Packed, family_of, pack
-from omniplat.document import Plan, PlanCheckpoint, PlanDevice, PlanLayer, PlanRule, PlanSummary, PlanTrace
 from omniplat.scheme import Scheme, TensorQuant
 
 _ACTIVATION_NOTES = {
@@ -84,7 +84,7 @@ def make_plan(
         if component is not None and part.name != component:
             continue
         family = family_of(part.config, families)
-        resolution = resolve_component(part, read_metadata(part, formats, family.parts_of))
+        resolution = resolve_component(part, read_metadata(part, formats, family.parts_on(target.device.kind)))
         packed = pack(resolution, family)
         planner = _ComponentPlanner(packed, target)
         layers += [planner.plan(layer) for layer in packed.layers]
@@ -163,6 +163,7 @@ class _ComponentPlanner:
         ep = tuple(_divisors(spec.moe.experts)) if spec.moe is not None else ()
         status = self._status(layer)
         problem = self._parallel_problem(layer, tp_cuts)
+        legal_tp = self._legal_tp(layer, tp_cuts, status)
         capability: Capability | None = None
         executes: str | None = None
         trace: tuple[PlanTrace, ...] = ()
@@ -171,7 +172,7 @@ class _ComponentPlanner:
             executes = spec.scheme.id
             status = "unsupported" if problem else status
         elif status == "ok":
-            outcome = self._match(self._per_rank(layer))
+            outcome = self._match(self._per_rank(layer, target.tp, target.ep))
             chosen = outcome.chosen
             trace = _trace(outcome, target.spec)
             if chosen is None or problem:
@@ -205,7 +206,7 @@ class _ComponentPlanner:
             status,
             first.storage.container,
             first.stored_dtype,
-            tuple(size for size, cut in tp_cuts.items() if cut.legal),
+            legal_tp,
             ep,
             PlanRule(first.decided_by.file, first.decided_by.rule, first.decided_by.reading),
             target.spec.name if capability is not None else None,
@@ -225,35 +226,49 @@ class _ComponentPlanner:
             return "invalid"
         if any(m.status == "unsupported" for m in layer.modules):
             return "unsupported"
-        return "unquantized" if layer.spec.scheme.is_unquantized else "ok"
+        schemes = (layer.spec.scheme, *((layer.spec.moe.w2_scheme,) if layer.spec.moe else ()))
+        return "unquantized" if all(scheme is None or scheme.is_unquantized for scheme in schemes) else "ok"
 
     # -- parallelism --------------------------------------------------------------------------------
 
-    def _style(self, name: str) -> str:
+    def _style(self, layer: PackedLayer) -> str:
         """ "column", "row" or "replicated", by the family's table."""
-        for style, suffixes in (("column", self._packed.family.column), ("row", self._packed.family.row)):
-            if any(name == suffix or name.endswith("." + suffix) for suffix in suffixes):
-                return style
-        return "replicated"
+        return self._packed.family.style_of(layer.parts[0].module.name)
 
     def _cut(self, layer: PackedLayer, tp: int) -> Cut:
         spec = layer.spec
         if spec.moe is not None:
             down = spec.moe.w2_scheme or spec.scheme
-            rows = cut_rows(spec.scheme, (spec.moe.intermediate,), tp, what="I")
+            rows = cut_rows(spec.scheme, (spec.moe.intermediate,), tp, columns=spec.in_features, what="I")
             return rows if not rows.legal else cut_columns(down, spec.moe.intermediate, tp, what="I")
-        style = self._style(layer.parts[0].module.name)
+        style = self._style(layer)
         if style == "row":
             return cut_columns(spec.scheme, spec.in_features, tp)
         if style == "column":
-            heads = self._packed.attention
-            leaf = spec.name.rpartition(".")[2]
-            if leaf in ("qkv_proj", "q_proj", "k_proj", "v_proj") and heads.known and tp > 1:
-                cut = cut_heads(heads.kv_heads, heads.heads, tp)
-                if not cut.legal or tp > heads.kv_heads:
-                    return cut
-            return cut_rows(spec.scheme, spec.parts, tp)
+            heads = self._qkv(layer)
+            if heads is not None:
+                kv = self._kv_parts(layer)
+                return cut_qkv(spec.scheme, spec.parts, kv, heads.kv_heads, heads.heads, tp)
+            return cut_rows(spec.scheme, spec.parts, tp, columns=spec.in_features)
         return Cut()
+
+    def _qkv(self, layer: PackedLayer) -> Attention | None:
+        """Head counts of a layer whose rows are attention heads; None for others, and where nothing tells."""
+        family = self._packed.family
+        if not any(has_suffix(part.module.name, family.heads) for part in layer.parts):
+            return None
+        heads = self._packed.heads.of(layer.parts[0].module.name)
+        return heads if heads.known else None
+
+    def _kv_parts(self, layer: PackedLayer) -> tuple[bool, ...]:
+        """Which parts of a QKV layer are keys or values: all but the first of several, or by the module's name."""
+        if len(layer.spec.parts) == 1:
+            leaf = layer.parts[0].module.name.rpartition(".")[2]
+            return (leaf.removeprefix("add_").removeprefix("to_")[:1] in ("k", "v"),)
+        if len(layer.parts) == len(layer.spec.parts):
+            leaves = [part.module.name.rpartition(".")[2] for part in layer.parts]
+            return tuple(leaf.removeprefix("add_").removeprefix("to_")[:1] in ("k", "v") for leaf in leaves)
+        return tuple(index > 0 for index in range(len(layer.spec.parts)))
 
     def _parallel_problem(self, layer: PackedLayer, cuts: dict[int, Cut]) -> str:
         target, spec = self._target, layer.spec
@@ -271,22 +286,35 @@ class _ComponentPlanner:
     def _shares(self, layer: PackedLayer) -> int:
         if layer.spec.moe is not None:
             return self._target.tp * self._target.ep
-        return self._target.tp if self._style(layer.parts[0].module.name) != "replicated" else 1
+        return self._target.tp if self._style(layer) != "replicated" else 1
 
-    def _per_rank(self, layer: PackedLayer) -> LayerSpec:
+    def _per_rank(self, layer: PackedLayer, tp: int, ep: int) -> LayerSpec:
         """The layer as one rank holds it: what kernels' shape rules are about."""
-        spec, tp = layer.spec, self._target.tp
-        if tp == 1 and self._target.ep == 1:
+        spec = layer.spec
+        if tp == 1 and ep == 1:
             return spec
         if spec.moe is not None:
-            moe = replace(
-                spec.moe, intermediate=spec.moe.intermediate // tp, experts=spec.moe.experts // self._target.ep
-            )
+            moe = replace(spec.moe, intermediate=spec.moe.intermediate // tp, experts=spec.moe.experts // ep)
             return replace(spec, moe=moe)
-        style = self._style(layer.parts[0].module.name)
+        style = self._style(layer)
         if style == "row":
             return replace(spec, in_features=spec.in_features // tp)
-        return replace(spec, out_features=spec.out_features // tp) if style == "column" else spec
+        if style != "column":
+            return spec
+        heads = self._qkv(layer)
+        if heads is None:
+            return replace(spec, out_features=spec.out_features // tp)
+        parts = zip(spec.parts, self._kv_parts(layer), strict=True)
+        return replace(
+            spec, out_features=sum(rank_rows(rows, heads.kv_heads, tp, is_kv=is_kv) for rows, is_kv in parts)
+        )
+
+    def _legal_tp(self, layer: PackedLayer, cuts: dict[int, Cut], status: str) -> tuple[int, ...]:
+        """Sizes at which no shard cuts anything and, where a kernel runs the whole layer, one runs the shard."""
+        legal = tuple(size for size, cut in cuts.items() if cut.legal)
+        if status != "ok" or self._match(layer.spec).chosen is None:
+            return legal
+        return tuple(size for size in legal if self._match(self._per_rank(layer, size, 1)).chosen is not None)
 
     # -- kernels ------------------------------------------------------------------------------------
 
