@@ -128,7 +128,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The document as JSON types, `schema` first."""
-        document: dict[str, Any] = msgspec.to_builtins(self)
+        document: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         head = {"schema": document.pop("schema"), "omniplat": document.pop("omniplat")}
         return head | document
 

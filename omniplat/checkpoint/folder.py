@@ -30,6 +30,8 @@ METADATA_FILES = (
 
 #: Small tensors (shapes, scalar scales, quantizer states) may be read while planning, up to this size.
 MAX_METADATA_TENSOR_BYTES = 4096
+#: Vectors along K by which inputs are smoothed decide what may be fused; they may be read up to this size.
+MAX_SMOOTHING_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,9 @@ class Component:
         """`file` of this component as a path relative to the checkpoint."""
         return f"{self.name}/{file}" if self.name else file
 
-    def read_small(self, info: TensorInfo) -> bytes:
-        """The bytes of a tensor of at most `MAX_METADATA_TENSOR_BYTES`; raises ValueError for a larger one."""
-        if info.nbytes > MAX_METADATA_TENSOR_BYTES:
+    def read_small(self, info: TensorInfo, limit: int = MAX_METADATA_TENSOR_BYTES) -> bytes:
+        """The bytes of a tensor of at most `limit` bytes; raises ValueError for a larger one."""
+        if info.nbytes > limit:
             raise ValueError(f"{info.name} has {info.nbytes} bytes and is no metadata tensor")
         return read_range(self.root / info.shard, info.start, info.nbytes)
 
@@ -90,14 +92,14 @@ def _read_config(root: Path, file: str) -> Mapping[str, Any]:
     return config
 
 
-def _confined(root: Path, shard: str, index: str, tensor: str) -> Path:
-    """`root/shard`, refused when it leaves the checkpoint. Hub caches link shards elsewhere: links may leave."""
+def _check_shard(root: Path, shard: str, index: str, tensor: str) -> None:
+    """Refuse a shard outside the checkpoint, or one that is not there. Hub caches link shards: links may leave."""
+    key = f"weight_map.{tensor}"
     pure = PurePosixPath(shard)
     if pure.is_absolute() or ".." in pure.parts or "\0" in shard or not shard:
-        raise InvalidCheckpointError(
-            f"names the file {shard!r}, which is outside the checkpoint", file=index, key=f"weight_map.{tensor}"
-        )
-    return root / shard
+        raise InvalidCheckpointError(f"names the file {shard!r}, which is outside the checkpoint", file=index, key=key)
+    if not (root / shard).is_file():
+        raise InvalidCheckpointError(f"names the file {shard!r}, which does not exist", file=index, key=key)
 
 
 def _list(root: Path) -> list[str]:
@@ -126,12 +128,11 @@ def _open_component(checkpoint: Path, name: str, *, only_shard: str = "") -> Com
     listed: dict[str, tuple[str, str]] = {}  # tensor -> (index file, shard)
     indexes = [] if only_shard else [n for n in names if n.endswith(".safetensors.index.json")]
     for index in indexes:
+        checked: set[str] = set()
         for tensor, shard in _index_entries(checkpoint, prefix + index).items():
-            path = _confined(folder, shard, prefix + index, tensor)
-            if not path.is_file():
-                raise InvalidCheckpointError(
-                    f"names the file {shard!r}, which does not exist", file=prefix + index, key=f"weight_map.{tensor}"
-                )
+            if shard not in checked:
+                _check_shard(folder, shard, prefix + index, tensor)
+                checked.add(shard)
             listed.setdefault(tensor, (prefix + index, prefix + shard))
     shards = sorted({shard for _, shard in listed.values()})
     if only_shard:
