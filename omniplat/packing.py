@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from omniplat.checkpoint.folder import MAX_SMOOTHING_BYTES
 from omniplat.findings import Finding, finding
 from omniplat.formats.resolve import Resolution
 from omniplat.formats.resolved import ResolvedModule
@@ -158,6 +159,11 @@ class _Packer:
             values = {self._source.read_small(m.tensors[role]) for m in modules if role in m.tensors}
             if len(values) > 1:
                 return f"the static {role} of the parts differs"
+        smoothing = [m.tensors[role] for m in modules for role in ("pre_scale", "smooth_factor") if role in m.tensors]
+        if any("low_rank_down" in m.tensors for m in modules):
+            return _SMOOTHED
+        if len({self._source.read_small(info, MAX_SMOOTHING_BYTES) for info in smoothing}) > 1:
+            return _SMOOTHED
         return ""
 
     def _row_order(self, name: str) -> RowOrder:
@@ -333,13 +339,14 @@ class _Packer:
 
 
 _INVALID = "a part is invalid"
+_SMOOTHED = "every part has a smoothing vector or a low-rank pair of its own"
 _ORDERED = "every part has a group order of its own"
 #: Reasons that are no mixture: the invalid part has its own finding, an own order is the dialect's normal case.
-_QUIET = (_INVALID, _ORDERED)
+_QUIET = (_INVALID, _ORDERED, _SMOOTHED)
 
 
 def _has_bias(modules: Iterable[ResolvedModule]) -> bool:
-    return any("bias" in module.tensors for module in modules)
+    return any(not {"bias", "quant_bias"}.isdisjoint(module.tensors) for module in modules)
 
 
 def _kinds(modules: Iterable[ResolvedModule]) -> dict[str, list[str]]:

@@ -235,5 +235,16 @@ def parse_activation_id(text: str) -> TensorQuant | None:
     return replace(quant, dynamic=not match["static"], symmetric=quant.symmetric and not match["asym"])
 
 
+def low_rank_base(quant: TensorQuant) -> TensorQuant | None:
+    """How SVDQuant quantizes what its low-rank pair leaves (a weight) or the input (an activation); None for others."""
+    if quant.element == "svdq_nvfp4":
+        return replace(_NAMED["nvfp4"], dynamic=quant.dynamic, scale_rule=quant.scale_rule, rounding=quant.rounding)
+    if quant.element == "svdq_int4":
+        return TensorQuant(
+            "int4", "group", 64, dynamic=quant.dynamic, scale_rule=quant.scale_rule, rounding=quant.rounding
+        )
+    return None
+
+
 #: What a layer without quantization has.
 UNQUANTIZED = Scheme(_NAMED["bf16"])

@@ -44,6 +44,9 @@ def split_name(info: TensorInfo) -> tuple[str, str]:
     parent, dot, leaf = name.rpartition(".")
     if not dot:
         return name, ""
+    if leaf == "mul_scale" and parent.endswith(".div"):
+        # msModelSlim wraps a smoothed layer: `a.div.mul_scale` multiplies the input of `a.linear`
+        return f"{parent.removesuffix('.div')}.linear", leaf
     if parent.endswith("experts"):
         for suffix in STACKED_SUFFIXES:
             if leaf.endswith(suffix) and leaf.removesuffix(suffix) not in _OWN_STEMS:

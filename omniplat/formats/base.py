@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from omniplat.formats.declared import Declaration
 from omniplat.formats.matching import AnyOf, AtOrBelow, Matcher
 from omniplat.formats.metadata import Fields
+from omniplat.scheme import TensorQuant
 
 
 class Format(Protocol):
@@ -30,10 +32,26 @@ class Format(Protocol):
         ...
 
 
+def at_run_time(quant: TensorQuant | None, mx_rule: str) -> TensorQuant | None:
+    """An activation's quantization with the rule for its scales: `mx_rule` for powers of two, absmax for the rest."""
+    if quant is None:
+        return None
+    if quant.scale_format == "e8m0":
+        return replace(quant, scale_rule=mx_rule, rounding="nearest-even")
+    return replace(quant, scale_rule="absmax" if quant.dynamic else "", rounding="nearest-even")
+
+
 def expand_fused(text: str, parts_of: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """`text` and, where its last segment is an engine's fused name, the names of its parts."""
-    head, dot, leaf = text.rpartition(".")
-    return (text, *(f"{head}{dot}{part}" for part in parts_of.get(leaf, ())))
+    """`text` and, where it ends with an engine's own name, the names of the checkpoint modules behind it.
+
+    The longest ending in `parts_of` counts, on a dot boundary and once: `ffn.net_0.proj` before `proj`.
+    """
+    segments = text.removesuffix(".weight").split(".")
+    for start in range(len(segments)):
+        parts = parts_of.get(".".join(segments[start:]))
+        if parts:
+            return (text, *(".".join((*segments[:start], part)) for part in parts))
+    return (text,)
 
 
 def literal_matcher(text: str, parts_of: Mapping[str, tuple[str, ...]]) -> Matcher:

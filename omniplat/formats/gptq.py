@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from omniplat.errors import UnsupportedOptionError
 from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Rule
-from omniplat.formats.matching import Pattern, compile_regex
+from omniplat.formats.matching import AnyOf, Matcher, Pattern, Segments, compile_regex
 from omniplat.formats.metadata import Fields
 from omniplat.scheme import Scheme, TensorQuant
 
@@ -23,6 +23,8 @@ class GptqFormat:
         return method in ("gptq", "gptq_marlin", "auto_gptq")
 
     def read(self, source: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> Declaration:
+        """`modules_in_block_to_quantize` is a whitelist of names inside a block; `lm_head` adds the head to it."""
+        _check_layout(source)
         checkpoint_format = source.string("checkpoint_format") or source.string("format") or "gptq"
         if checkpoint_format not in ("gptq", "gptq_v2"):
             raise UnsupportedOptionError(
@@ -39,14 +41,49 @@ class GptqFormat:
             pattern = Pattern(compile_regex(text, file=source.file, key=override.key), "match")
             declared = NOT_QUANTIZED if skip else replace(default, scheme=_scheme(override, source))
             rules.append(Rule(f"dynamic[{key!r}]", "dynamic", text, pattern, pattern, pattern, declared, rank=index))
+        listed = _listed(source)
         return Declaration(
             self.name,
             source.file,
             default,
             tuple(rules),
+            scope=_scope(listed, source) if listed else None,
+            scope_key="modules_in_block_to_quantize",
             speaks_of_all=False,
             default_key=f"bits={source.integer('bits', 4)}, group_size={source.integer('group_size', 128)}",
         )
+
+
+def _check_layout(source: Fields) -> None:
+    """Raises UnsupportedOptionError for words that are laid out for one kernel."""
+    if source.boolean("is_marlin_format", False):
+        raise UnsupportedOptionError(
+            "the words are laid out for one kernel", file=source.file, key=source.path("is_marlin_format")
+        )
+    if source.string("pack_dtype", "int32") != "int32":
+        raise UnsupportedOptionError(
+            f"words of {source.string('pack_dtype')} are not known", file=source.file, key=source.path("pack_dtype")
+        )
+
+
+def _listed(source: Fields) -> tuple[str, ...]:
+    """`modules_in_block_to_quantize`: a list of names, or of lists of names that were quantized together."""
+    value = source.values.get("modules_in_block_to_quantize")
+    if value is None:
+        return ()
+    items = (
+        [inner for item in value for inner in (item if isinstance(item, list) else [item])]
+        if isinstance(value, list)
+        else [None]
+    )
+    if not all(isinstance(item, str) for item in items):
+        raise source.wrong("modules_in_block_to_quantize", "a list of names or of lists of names")
+    return tuple(items)
+
+
+def _scope(listed: tuple[str, ...], source: Fields) -> Matcher:
+    names = (*listed, "lm_head") if source.boolean("lm_head", False) else listed
+    return AnyOf(tuple(Segments(name) for name in names))
 
 
 def _scheme(override: Fields, base: Fields) -> Scheme:

@@ -16,18 +16,26 @@ from dataclasses import dataclass
 #:   stream_k     uint8 [N, K*bits/8], first value in the lowest bits (Quark's MXFP6: four codes in three bytes)
 #:   nibbles_flat bytes of any shape and container, row by row, first value in the *high* nibble (bitsandbytes);
 #:                scales flat as well
-#:   hqq          [rows / p, group], p codes a word from p ranges of rows, the first in the highest bits; one group a row
+#:   hqq          [rows / p, group]: a row is a group; words hold codes of p ranges of rows, the first in the top bits
+#:   nibbles_k_high  as nibbles_k with the even K index in the high nibble (ComfyUI)
+#:   svdquant_rows, svdquant_tiles  SVDQuant's tensors in rows (vllm-omni), or as a warp loads them (nunchaku)
+#:   gguf         blocks of a GGUF type, [N, bytes of a row], kept as they are
 #:   nibbles_k_shifted  as nibbles_k with two's complement codes; scales and zeros [G, N], w = code * scale + zero
 PACKINGS = (
     *("plain", "nibbles_k", "nibbles_n", "int32_k", "gptq", "awq"),
     *("int32_n", "stream_k", "nibbles_flat", "hqq", "nibbles_k_shifted"),
+    *("nibbles_k_high", "svdquant_rows", "svdquant_tiles", "gguf"),
 )
 
 #: Packings of [K, N] and [G, N], or of [G, N] alone.
 TRANSPOSED = ("gptq", "awq", "int32_n", "nibbles_k_shifted")
 
 #: Tensors that unpacking reads beside the canonical roles.
-STORED_ROLES = ("weight_shape", "nested_scale", "nested_codebook", "requantization_scale")
+STORED_ROLES = (
+    *("weight_shape", "nested_scale", "nested_codebook", "requantization_scale"),
+    *("deq_scale", "quant_bias", "scale_second", "zero_point_second", "scale_bias"),
+    *("smooth_factor", "channel_scale", "tensor_scale"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ from omniplat.formats.unpack_codes import (
     unpack_stream,
 )
 from omniplat.formats.unpack_flat import check_codebook, flat_nibbles, hqq_codes, nested_scale, shifted_zero
+from omniplat.formats.unpack_roles import standardised
+from omniplat.formats.unpack_svdquant import low_rank_pair, residual
 from omniplat.scheme import ELEMENT_BITS, Scheme
 
 #: Columns that share one second-level scale of the dual-level format.
@@ -56,6 +58,12 @@ def canonicalise(
         if role not in ROLES and role not in STORED_ROLES:
             raise m.error(f"no tensor of a weight is called {role!r}")
     quant = m.quant
+    if storage.packing in ("svdquant_rows", "svdquant_tiles"):
+        return _with_low_rank_pair(m)
+    if storage.packing == "gguf":
+        return _kept_as_blocks(m)
+    m = standardised(m)
+    arrays = m.arrays
     if quant.granularity == "group" and in_features % quant.group_size:
         raise m.error(f"{in_features} columns are not a multiple of the group size {quant.group_size}")
 
@@ -91,6 +99,23 @@ def canonicalise(
         tensors["codebook"] = arrays["codebook"]
     tensors.update({r: arrays[r] for r in ("low_rank_down", "low_rank_up") if r in arrays})
     return CanonicalWeight(scheme, out_features, in_features, tensors)
+
+
+def _with_low_rank_pair(m: StoredModule) -> CanonicalWeight:
+    inner = residual(m)
+    weight = canonicalise(inner.arrays, inner.storage, inner.scheme, m.n, m.k, file=m.file, module=m.name)
+    return CanonicalWeight(m.scheme, m.n, m.k, {**weight.tensors, **low_rank_pair(m)})
+
+
+def _kept_as_blocks(m: StoredModule) -> CanonicalWeight:
+    """GGUF: uint8 [N, bytes of a row]. Scales are part of the blocks, and the reader library defines their values."""
+    codes = m.get("codes")
+    if codes.dtype != np.uint8 or codes.ndim != 2 or codes.shape[0] != m.n:
+        raise m.shape_error("codes", [m.n, "bytes of a row"], codes.shape)
+    tensors = {"codes": codes}
+    if "bias" in m.arrays:
+        tensors["bias"] = m.arrays["bias"]
+    return CanonicalWeight(m.scheme, m.n, m.k, tensors)
 
 
 def _codes(m: StoredModule) -> tuple[Array, tuple[int, ...]]:
