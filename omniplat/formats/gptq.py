@@ -71,14 +71,11 @@ def _listed(source: Fields) -> tuple[str, ...]:
     value = source.values.get("modules_in_block_to_quantize")
     if value is None:
         return ()
-    items = (
-        [inner for item in value for inner in (item if isinstance(item, list) else [item])]
-        if isinstance(value, list)
-        else [None]
-    )
-    if not all(isinstance(item, str) for item in items):
+    nested = value if isinstance(value, list) else [value]
+    items = [inner for item in nested for inner in (item if isinstance(item, list) else [item])]
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in items):
         raise source.wrong("modules_in_block_to_quantize", "a list of names or of lists of names")
-    return tuple(items)
+    return tuple(str(item) for item in items)
 
 
 def _scope(listed: tuple[str, ...], source: Fields) -> Matcher:

@@ -42,9 +42,8 @@ def subclass(draft: Draft, leaf: str) -> Stored:
     hinted = draft.hinted
     if data.dtype == "U8":
         return four_bit(draft, data, n, 2 * k, scale, _GLOBALS, divisor=False)
-    if data.dtype == "I8" and hinted is not None and hinted.bits == 4 and scale is not None:
-        if scale.shape[1:] == (n,) and scale.shape[0] and (2 * k) % scale.shape[0] == 0:
-            return _transposed_int4(draft, data, scale, n, 2 * k)
+    if data.dtype == "I8" and scale is not None and _is_transposed(scale, n, 2 * k, hinted):
+        return _transposed_int4(draft, data, scale, n, 2 * k)
     if data.dtype not in ("I8", *FLOAT8):
         return unknown(draft, data, f"{leaf} has dtype {data.dtype}")
     element = FLOAT8.get(data.dtype, "int8")
@@ -66,6 +65,12 @@ def _integer(draft: Draft, quant: TensorQuant) -> TensorQuant:
     symmetric = zero is None or known is None or known.symmetric
     bits = known.bits if known is not None else 8
     return replace(quant, element=f"{'int' if symmetric else 'uint'}{bits}", symmetric=symmetric)
+
+
+def _is_transposed(scale: TensorInfo, n: int, k: int, hinted: TensorQuant | None) -> bool:
+    """True for declared 4-bit codes whose scale is [G, N]."""
+    wanted = hinted is not None and hinted.is_integer and hinted.bits == 4
+    return wanted and scale.shape[1:] == (n,) and scale.shape[0] > 0 and k % scale.shape[0] == 0
 
 
 def _transposed_int4(draft: Draft, data: TensorInfo, scale: TensorInfo, n: int, k: int) -> Stored:
