@@ -75,6 +75,12 @@ class DequantLinear(LinearKernel[LinearConfig]):
         return y
 
 
+class FloatLinear(DequantLinear):
+    """bf16, f16 and f32 weights; in bf16 where the CPU has units for it, else in float32 row tiles."""
+
+    name: ClassVar[str] = "float_linear"
+
+
 class Int8Linear(DequantLinear):
     """Integer weights of up to 8 bits with one scale per row, and symmetric integer activations.
 

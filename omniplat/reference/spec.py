@@ -54,7 +54,7 @@ SPEC = BackendSpec(
             weights=_FLOAT,
             activations=_ACTIVATIONS,
             priority=10,
-            impl=f"{_KERNELS}:DequantLinear",
+            impl=f"{_KERNELS}:FloatLinear",
             variants=("f32-row-tiles", "bf16"),
         ),
         Capability(

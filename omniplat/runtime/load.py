@@ -7,7 +7,7 @@ Formats never see slices, the slicer never sees dialects, kernels see neither.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -27,7 +27,6 @@ from omniplat.runtime.kernel import Kernel, LinearKernel, MoeKernel
 from omniplat.runtime.layers import QuantExperts, QuantLinear
 from omniplat.runtime.slicer import WHOLE, Rank, slice_for_rank
 from omniplat.runtime.tensors import to_torch
-from omniplat.scheme import Scheme
 
 
 class TensorReader(Protocol):
@@ -50,8 +49,8 @@ def read_canonical(
 ) -> CanonicalWeight:
     """One checkpoint module in canonical form and row order, cut for `rank`.
 
-    Raises InvalidCheckpointError naming file and tensor when its arrays fit no weight of its scheme, or a
-    scale is NaN, infinite, or zero above codes that are not.
+    Raises InvalidCheckpointError naming file and module when its arrays fit no weight of its scheme, or a
+    scale is not finite.
     """
     file = module.tensors["codes"].shard if "codes" in module.tensors else ""
     weight = canonicalise(
@@ -145,8 +144,3 @@ def _fill_experts(
                 weight = read_canonical(part.module, reader, part.row_order, rank, expert if stacked else None)
                 assembly.put(weight, row, module=part.module.name, expert=expert)
                 row += weight.out_features
-
-
-def schemes_of(layer: PackedLayer) -> Mapping[str, Scheme]:
-    """Checkpoint module -> scheme, for every module of the layer."""
-    return {module.name: module.scheme for module in layer.modules}

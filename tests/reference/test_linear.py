@@ -17,6 +17,7 @@ from omniplat.reference.decode import RowDecoder
 from omniplat.reference.kernels import DequantLinear, Int8Linear
 from omniplat.reference.linear import int_mm_is_exact, matmul_int8, splits_for
 from omniplat.reference.spec import SPEC
+from omniplat.runtime.kernel import load_kernel
 from omniplat.runtime.tensors import to_torch
 from omniplat.scheme import Scheme, parse_weight_id
 from tests.reference.build import Weights, assert_within_f32, layer_of
@@ -79,6 +80,11 @@ def test_every_declared_pattern_is_tested() -> None:
     for capability in SPEC.capabilities:
         for pattern in capability.weights:
             assert pattern in unprobed or any(matches((pattern,), name) for name in tested), pattern
+
+
+def test_kernels_carry_the_names_that_the_plan_shows() -> None:
+    for capability in SPEC.capabilities:
+        assert load_kernel(capability.impl).name == capability.name
 
 
 @pytest.mark.parametrize("weight_id", ["uint4-g32", "int8-g32", "mxfp8"])
