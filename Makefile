@@ -28,6 +28,7 @@ test: $(VENV)/.with-dev
 
 corpus: $(VENV)/.with-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/corpus $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python docs/generate.py --corpus --check
 
 lint: $(VENV)/.with-dev
 	$(BIN)/ruff check .
