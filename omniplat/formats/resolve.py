@@ -404,10 +404,20 @@ def _agrees(declared: Declared, stored: Stored) -> bool:
 
 
 def _settled(declared: Declared, stored: Stored) -> Declared:
-    """`declared`, with the weight that the tensors show where the metadata leaves the granularity open."""
-    if not declared.open_granularity or stored.weight is None:
-        return declared
-    return replace(declared, scheme=replace(declared.scheme, weight=stored.weight), open_granularity=False)
+    """`declared`, with what the metadata leaves to the tensors: the granularity, and whether the input is quantized.
+
+    A static activation whose scale may be missing is none where it is missing.
+    """
+    if declared.open_granularity and stored.weight is not None:
+        scheme = replace(declared.scheme, weight=stored.weight)
+        declared = replace(declared, scheme=scheme, open_granularity=False)
+    activation = declared.scheme.activation
+    if activation is not None and declared.missing_ok:
+        role = "input_global_scale" if activation.second_scale == "global" else "input_scale"
+        is_static = activation.second_scale == "global" or not activation.dynamic
+        if is_static and role in declared.missing_ok and role not in stored.leaves:
+            return replace(declared, scheme=declared.scheme.with_activation(None))
+    return declared
 
 
 def _unsupported(choice: _Choice) -> str:

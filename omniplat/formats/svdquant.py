@@ -67,9 +67,7 @@ def _skip(entry: str, parts_of: Mapping[str, tuple[str, ...]]) -> Rule:
     names = checkpoint_names(entry, parts_of)
     literal = AnyOf(tuple(matcher for name in names for matcher in (AtOrBelow(name), Segments(name))))
     consumer = AnyOf(tuple(Contains(name) for name in names))
-    return Rule(
-        f"modules_to_not_convert[{entry!r}]", "ignore", entry, literal, literal, consumer, NOT_QUANTIZED, -1
-    )
+    return Rule(f"modules_to_not_convert[{entry!r}]", "ignore", entry, literal, literal, consumer, NOT_QUANTIZED, -1)
 
 
 FORMAT = SvdQuantFormat()
