@@ -1,15 +1,311 @@
-"""The ascend backend, as data."""
+"""The ascend backend, as data: torch_npu's ops. FP8 and MX formats exist on a5 only.
+
+An inner axis of a matrix may have 65535 elements at most. MX matmuls take scales in pairs, so K is a multiple of 64.
+"""
 
 from __future__ import annotations
 
-from omniplat.backend import BackendSpec
+from omniplat.backend import BackendSpec, NotSupported
+from omniplat.capability import Capability, ShapeRule
+
+_TORCH_NPU = "torch-npu>=2.6"
+_TORCH = "torch>=2.6"
+
+_INT8_ARCHS = ("a2", "a3", "a5")
+_A5 = ("a5",)
+_HALF = ("bf16", "f16")
+#: Groups of weight-only layers: multiples of 32.
+_GROUPS = ("g32", "g64", "g96", "g128", "g160", "g192", "g256", "g512", "g1024")
+_INT4_GROUPED = tuple(f"{stem}-{group}" for stem in ("int4", "uint4") for group in _GROUPS)
+_INT8_GROUPED = tuple(f"{stem}-{group}" for stem in ("int8", "uint8") for group in _GROUPS)
+
+_AXIS = 65535
+_LINEAR_AXES = (ShapeRule("in", maximum=_AXIS), ShapeRule("out", maximum=_AXIS))
+_MOE_AXES = (*_LINEAR_AXES, ShapeRule("intermediate", maximum=_AXIS))
+_PACKED_AXES = (ShapeRule("in", maximum=_AXIS), ShapeRule("out", multiple_of=8, maximum=_AXIS))
+_PACKED_MOE = (
+    ShapeRule("in", multiple_of=8, maximum=_AXIS),
+    ShapeRule("out", multiple_of=8, maximum=_AXIS),
+    ShapeRule("intermediate", multiple_of=8, maximum=_AXIS),
+)
+_MX_AXES = (ShapeRule("in", multiple_of=64, maximum=_AXIS), ShapeRule("out", maximum=_AXIS))
+_MX_MOE = (*_MX_AXES, ShapeRule("intermediate", multiple_of=64, maximum=_AXIS))
+
+_INT8 = (
+    Capability(
+        "quant_matmul_int8",
+        "linear",
+        ("int8-tensor", "int8-channel"),
+        ("int8-token",),
+        archs=_INT8_ARCHS,
+        dtypes=_HALF,
+        shapes=_LINEAR_AXES,
+        requires=(_TORCH_NPU,),
+        accumulator="int32",
+        priority=40,
+    ),
+    Capability(
+        "quant_matmul_int8_static",
+        "linear",
+        ("int8-tensor", "int8-channel"),
+        ("int8-tensor-static", "int8-tensor-static-asym"),
+        archs=_INT8_ARCHS,
+        dtypes=_HALF,
+        shapes=_LINEAR_AXES,
+        requires=(_TORCH_NPU,),
+        accumulator="int32",
+        priority=40,
+    ),
+    Capability(
+        "quant_matmul_int4",
+        "linear",
+        ("int4-channel",),
+        ("int4-token",),
+        archs=_INT8_ARCHS,
+        dtypes=_HALF,
+        shapes=(ShapeRule("in", multiple_of=8, maximum=_AXIS), ShapeRule("out", multiple_of=8, maximum=_AXIS)),
+        requires=(_TORCH_NPU,),
+        accumulator="int32",
+        priority=40,
+    ),
+    Capability(
+        "weight_quant_batchmatmul_int8",
+        "linear",
+        ("int8-tensor", "int8-channel", *_INT8_GROUPED),
+        ("a16",),
+        executes="a16",
+        archs=_INT8_ARCHS,
+        dtypes=_HALF,
+        shapes=_LINEAR_AXES,
+        requires=(_TORCH_NPU,),
+        priority=20,
+    ),
+    Capability(
+        "weight_quant_batchmatmul_int4",
+        "linear",
+        ("int4-channel", "uint4-channel", *_INT4_GROUPED),
+        ("a16",),
+        executes="a16",
+        archs=_INT8_ARCHS,
+        dtypes=_HALF,
+        shapes=_PACKED_AXES,
+        requires=(_TORCH_NPU,),
+        priority=20,
+    ),
+    Capability(
+        # Twice each value is an integer of at most 12: exact, with the group scales kept.
+        "weight_quant_batchmatmul_mxfp4",
+        "linear",
+        ("mxfp4",),
+        ("a16",),
+        executes="a16",
+        archs=("a2", "a3"),
+        dtypes=("bf16",),
+        shapes=_LINEAR_AXES,
+        requires=(_TORCH_NPU,),
+        priority=10,
+        via="int8-g32",
+        resident=2.0,
+    ),
+    Capability(
+        "grouped_matmul_int8",
+        "moe",
+        ("int8-channel",),
+        ("int8-token",),
+        archs=_INT8_ARCHS,
+        dtypes=_HALF,
+        shapes=_MOE_AXES,
+        requires=(_TORCH_NPU,),
+        accumulator="int32",
+        priority=40,
+    ),
+    Capability(
+        "grouped_matmul_w4a8",
+        "moe",
+        ("int4-channel", *(text for text in _INT4_GROUPED if text.startswith("int4"))),
+        ("int8-token",),
+        archs=_INT8_ARCHS,
+        dtypes=_HALF,
+        shapes=_PACKED_MOE,
+        requires=(_TORCH_NPU,),
+        accumulator="int32",
+        priority=40,
+    ),
+    Capability(
+        "grouped_matmul_w8a16",
+        "moe",
+        ("int8-channel",),
+        ("a16",),
+        executes="a16",
+        archs=_INT8_ARCHS,
+        dtypes=_HALF,
+        shapes=_MOE_AXES,
+        requires=(_TORCH_NPU,),
+        priority=20,
+    ),
+    Capability(
+        "grouped_matmul_w4a16",
+        "moe",
+        ("int4-channel", "uint4-channel", *_INT4_GROUPED),
+        ("a16",),
+        executes="a16",
+        archs=_INT8_ARCHS,
+        dtypes=_HALF,
+        shapes=_PACKED_MOE,
+        requires=(_TORCH_NPU,),
+        priority=20,
+    ),
+)
+
+_FP8 = (
+    Capability(
+        # A bias is added outside: inside the op it is reported wrong for FP8.
+        "quant_matmul_fp8",
+        "linear",
+        ("fp8-tensor", "fp8-channel"),
+        ("fp8-token",),
+        archs=_A5,
+        dtypes=_HALF,
+        shapes=_LINEAR_AXES,
+        requires=(_TORCH_NPU,),
+        priority=40,
+    ),
+    Capability(
+        "quant_matmul_fp8_block",
+        "linear",
+        ("fp8-block128x128",),
+        ("fp8-g128",),
+        archs=_A5,
+        dtypes=_HALF,
+        shapes=_LINEAR_AXES,
+        requires=(_TORCH_NPU,),
+        priority=40,
+    ),
+    Capability(
+        "grouped_matmul_fp8",
+        "moe",
+        ("fp8-channel",),
+        ("fp8-token",),
+        archs=_A5,
+        dtypes=_HALF,
+        shapes=_MOE_AXES,
+        requires=(_TORCH_NPU,),
+        priority=40,
+    ),
+    Capability(
+        "quant_matmul_mxfp8",
+        "linear",
+        ("mxfp8",),
+        ("mxfp8",),
+        executes="mxfp8",
+        archs=_A5,
+        dtypes=_HALF,
+        shapes=_MX_AXES,
+        requires=(_TORCH_NPU,),
+        priority=40,
+    ),
+    Capability(
+        "quant_matmul_mxfp4",
+        "linear",
+        ("mxfp4",),
+        ("mxfp4",),
+        archs=_A5,
+        dtypes=_HALF,
+        shapes=_MX_AXES,
+        requires=(_TORCH_NPU,),
+        priority=40,
+    ),
+    Capability(
+        "quant_matmul_mxfp4_a8",
+        "linear",
+        ("mxfp4",),
+        ("mxfp8",),
+        executes="mxfp8",
+        archs=_A5,
+        dtypes=_HALF,
+        shapes=_MX_AXES,
+        requires=(_TORCH_NPU,),
+        priority=30,
+    ),
+    Capability(
+        "dual_level_quant_matmul",
+        "linear",
+        ("mxfp4-dual",),
+        ("mxfp4-dual",),
+        archs=_A5,
+        dtypes=_HALF,
+        shapes=_MX_AXES,
+        requires=(_TORCH_NPU,),
+        priority=40,
+    ),
+    Capability(
+        "grouped_matmul_mxfp8",
+        "moe",
+        ("mxfp8",),
+        ("mxfp8",),
+        executes="mxfp8",
+        archs=_A5,
+        dtypes=_HALF,
+        shapes=_MX_MOE,
+        requires=(_TORCH_NPU,),
+        priority=40,
+    ),
+    Capability(
+        "grouped_matmul_mxfp4",
+        "moe",
+        ("mxfp4",),
+        ("mxfp4",),
+        archs=_A5,
+        dtypes=_HALF,
+        shapes=_MX_MOE,
+        requires=(_TORCH_NPU,),
+        priority=40,
+    ),
+    Capability(
+        "grouped_matmul_mxfp4_a8",
+        "moe",
+        ("mxfp4",),
+        ("mxfp8",),
+        executes="mxfp8",
+        archs=_A5,
+        dtypes=_HALF,
+        shapes=_MX_MOE,
+        requires=(_TORCH_NPU,),
+        priority=30,
+    ),
+    Capability(
+        "grouped_matmul_mxfp4_a16",
+        "moe",
+        ("mxfp4",),
+        ("a16",),
+        executes="a16",
+        archs=_A5,
+        dtypes=("bf16",),
+        shapes=_MX_MOE,
+        requires=(_TORCH_NPU,),
+        priority=20,
+    ),
+)
 
 SPEC = BackendSpec(
     name="ascend",
     api_version=1,
     kinds=("npu",),
-    capabilities=(),
+    capabilities=(*_INT8, *_FP8),
     probe="omniplat_ascend.probe:probe",
     install='pip install "omniplat[ascend]"',
-    distributions=("torch-npu>=2.6", "torch>=2.6"),
+    distributions=(_TORCH_NPU, _TORCH),
+    quirks=(
+        "npu_quant_matmul keeps 19 bits of an f32 scale where no per-token scale is given and the output is not bf16",
+        "weights of dual-level and grouped matmuls lie in the NZ format and lose it on the way through the CPU",
+        "MX scales are padded to an even number of groups",
+    ),
+    not_supported=(
+        NotSupported("nvfp4", "never", "no unit for groups of 16 with e4m3 scales"),
+        NotSupported("nf4-*", "todo", "bitsandbytes has plain torch code for this device only"),
+        NotSupported("fp4bnb-*", "todo", "bitsandbytes has plain torch code for this device only"),
+        NotSupported("int8-bnb", "todo", "no kernel splits outlier columns"),
+        NotSupported("svdq-*", "todo", "no low-rank branch"),
+        NotSupported("gguf-*", "todo", "no decoder for GGUF blocks"),
+    ),
 )

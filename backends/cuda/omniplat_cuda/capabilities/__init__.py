@@ -1,0 +1,1 @@
+"""Capabilities by the library that brings the kernel."""

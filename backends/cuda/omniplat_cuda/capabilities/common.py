@@ -1,0 +1,34 @@
+"""Words that the capability tables share: requirements, architectures, weights, shape rules."""
+
+from __future__ import annotations
+
+from omniplat.capability import ShapeRule
+
+TORCH = "torch>=2.6"
+TRITON = "triton>=3.2"
+HUMMING = "humming-kernels>=0.1.10"
+BITSANDBYTES = "bitsandbytes>=0.46"
+FLASHINFER = "flashinfer-python>=0.6"
+
+SM90 = ("sm90",)
+SM100 = ("sm100", "sm103")
+SM120 = ("sm120", "sm121")
+BLACKWELL = (*SM100, "sm110", *SM120)
+#: FP8 tensor cores.
+SM89 = ("sm89", "sm90", *BLACKWELL)
+#: bf16 arithmetic.
+SM80 = ("sm80", "sm86", "sm87", *SM89)
+
+HALF = ("bf16", "f16")
+
+INTEGERS = ("int[2-8]-channel", "int[2-8]-g*", "uint[2-8]-channel", "uint[2-8]-g*")
+FP8 = ("fp8-tensor", "fp8-channel", "fp8-block*")
+MICROSCALED = ("mxfp8", "mxfp4", "nvfp4")
+
+#: FP8 units before Blackwell keep about 22 bits of a sum. Kernels that promote to f32 every 128 values declare f32.
+FP8_ACCUMULATOR = "fp22"
+
+
+def multiples(number: int, *dims: str) -> tuple[ShapeRule, ...]:
+    """Each of `dims` must be a multiple of `number`."""
+    return tuple(ShapeRule(dim, multiple_of=number) for dim in dims)

@@ -1,0 +1,149 @@
+"""bitsandbytes, FlashInfer (Blackwell), and omniplat's portable Triton kernels."""
+
+from __future__ import annotations
+
+from omniplat.capability import Capability
+from omniplat_cuda.capabilities.common import (
+    BITSANDBYTES,
+    BLACKWELL,
+    FLASHINFER,
+    FP8,
+    HALF,
+    INTEGERS,
+    MICROSCALED,
+    SM80,
+    SM100,
+    SM120,
+    TRITON,
+    multiples,
+)
+
+_SM75 = ("sm75", *SM80)
+_FLAT = ("nf4-b*", "fp4bnb-b*")
+
+_BITSANDBYTES = (
+    Capability(
+        "bitsandbytes_4bit",
+        "linear",
+        _FLAT,
+        ("a16",),
+        executes="a16",
+        archs=_SM75,
+        dtypes=("bf16", "f16", "f32"),
+        requires=(BITSANDBYTES,),
+        priority=20,
+        variants=("gemm_4bit", "dequantize"),
+    ),
+    Capability(
+        "bitsandbytes_int8",
+        "linear",
+        ("int8-bnb",),
+        ("int8-bnb",),
+        archs=_SM75,
+        dtypes=HALF,
+        requires=(BITSANDBYTES,),
+        accumulator="int32",
+        priority=20,
+    ),
+)
+
+_FP4 = (*multiples(32, "out"), *multiples(32, "in"))
+_FP4_MOE = multiples(32, "out", "in", "intermediate")
+_FLASHINFER = (
+    Capability(
+        "flashinfer_nvfp4",
+        "linear",
+        ("nvfp4",),
+        ("nvfp4",),
+        archs=BLACKWELL,
+        dtypes=HALF,
+        shapes=_FP4,
+        requires=(FLASHINFER,),
+        priority=50,
+    ),
+    Capability(
+        "flashinfer_mxfp4",
+        "linear",
+        ("mxfp4",),
+        ("mxfp4",),
+        archs=SM100,
+        dtypes=HALF,
+        shapes=_FP4,
+        requires=(FLASHINFER,),
+        priority=50,
+    ),
+    Capability(
+        "flashinfer_mxfp8",
+        "linear",
+        ("mxfp8",),
+        ("mxfp8",),
+        archs=SM100,
+        dtypes=HALF,
+        shapes=_FP4,
+        requires=(FLASHINFER,),
+        priority=50,
+    ),
+    Capability(
+        "flashinfer_fp8_block",
+        "linear",
+        ("fp8-block128x128",),
+        ("fp8-g128",),
+        archs=SM100,
+        dtypes=HALF,
+        shapes=multiples(128, "out", "in"),
+        requires=(FLASHINFER,),
+        priority=50,
+    ),
+    Capability(
+        "flashinfer_moe_nvfp4",
+        "moe",
+        ("nvfp4",),
+        ("nvfp4",),
+        archs=(*SM100, *SM120),
+        dtypes=HALF,
+        shapes=_FP4_MOE,
+        requires=(FLASHINFER,),
+        priority=50,
+    ),
+    Capability(
+        # FP4 weights with MXFP8 activations: above the declared ones where those are MXFP4.
+        "flashinfer_moe_mxfp4_a8",
+        "moe",
+        ("mxfp4",),
+        ("mxfp8",),
+        executes="mxfp8",
+        archs=SM100,
+        dtypes=("bf16",),
+        shapes=_FP4_MOE,
+        requires=(FLASHINFER,),
+        priority=50,
+    ),
+)
+
+#: Decoded in registers, computed in 16 bit.
+_PORTABLE = (
+    Capability(
+        "portable_linear",
+        "linear",
+        (*INTEGERS, *FP8, "fp8-g*", *MICROSCALED, *_FLAT),
+        ("a16",),
+        executes="a16",
+        archs=SM80,
+        dtypes=HALF,
+        requires=(TRITON,),
+        priority=5,
+    ),
+    Capability(
+        "portable_moe",
+        "moe",
+        (*INTEGERS, *FP8, "fp8-g*", *MICROSCALED, *_FLAT),
+        ("a16",),
+        executes="a16",
+        archs=SM80,
+        dtypes=HALF,
+        requires=(TRITON,),
+        priority=5,
+    ),
+)
+
+CAPABILITIES = (*_BITSANDBYTES, *_FLASHINFER, *_PORTABLE)
