@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from omniplat.errors import UnsupportedOptionError
 from omniplat.formats.declared import Declaration, Declared
 from omniplat.formats.metadata import Fields
-from omniplat.formats.skiplists import skip_rules
+from omniplat.formats.skiplists import segment_rules, unlisted_head
 from omniplat.scheme import Scheme, TensorQuant
 
 _METHODS = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
@@ -29,9 +29,9 @@ class BitsAndBytesFormat:
         return method in _METHODS
 
     def read(self, source: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> Declaration:
-        rules = skip_rules(source, ("llm_int8_skip_modules", "modules_to_not_convert"), parts_of)
+        rules = segment_rules(source, ("llm_int8_skip_modules", "modules_to_not_convert"), parts_of)
         declared, key = _declared(source)
-        return Declaration(self.name, source.file, declared, rules, default_key=key)
+        return Declaration(self.name, source.file, declared, rules, default_key=key, unlisted=unlisted_head(rules))
 
 
 def _declared(source: Fields) -> tuple[Declared, str]:

@@ -77,6 +77,8 @@ class Declaration:
     `scope`        matches the modules that the default covers; None: all of them.
     `speaks_of_all`  True when a 16-bit module inside the scope that no rule excludes contradicts the metadata;
                      False for dialects that leave out modules without listing them.
+    `unlisted`     the modules that this producer leaves out without listing them (an output head), where it speaks
+                   of all others.
     """
 
     format: str
@@ -87,6 +89,7 @@ class Declaration:
     scope_key: str = ""
     speaks_of_all: bool = True
     default_key: str = ""
+    unlisted: Matcher | None = None
     notes: tuple[str, ...] = field(default=())
 
     def decided_by_default(self) -> DecidedBy:

@@ -15,7 +15,7 @@ from omniplat.formats.base import at_run_time
 from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Rule
 from omniplat.formats.matching import Nothing, Pattern
 from omniplat.formats.metadata import Fields
-from omniplat.formats.skiplists import skip_rules
+from omniplat.formats.skiplists import skip_rules, unlisted_head
 from omniplat.scheme import Scheme, TensorQuant, parse_activation_id, parse_weight_id
 
 _ELEMENTS = {"": "fp8_e4m3", "e4m3": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "e5m2": "fp8_e5m2"}
@@ -42,7 +42,12 @@ class Fp8Format:
             return Declaration(self.name, source.file, NOT_QUANTIZED, rules, default_key=f"{_SERIALIZED}=false")
         default = _default(source)
         return Declaration(
-            self.name, source.file, default, (*rules, *_expert_rules(source, default)), default_key=_default_key(source)
+            self.name,
+            source.file,
+            default,
+            (*rules, *_expert_rules(source, default)),
+            default_key=_default_key(source),
+            unlisted=unlisted_head(rules),
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from omniplat.checkpoint.folder import METADATA_FILES, Component
+from omniplat.checkpoint.folder import Component
 from omniplat.errors import InvalidCheckpointError
 
 
@@ -93,6 +93,12 @@ class Fields:
             if inner is not None:
                 yield key, inner
 
+    def objects(self) -> Iterator[tuple[str, Fields]]:
+        """The values of this object that are objects, by key."""
+        for key, value in self.values.items():
+            if isinstance(value, dict):
+                yield key, Fields(self.file, self.path(key), value)
+
 
 def metadata_sources(component: Component) -> list[Fields]:
     """Every place of a component that holds quantization metadata, in the order of precedence.
@@ -107,12 +113,10 @@ def metadata_sources(component: Component) -> list[Fields]:
             found.append(Fields(inner.file, inner.key, inner.values, component.config))
     if (inner := config.child("compression_config")) is not None:
         found.append(inner)
-    for name in METADATA_FILES:
-        if name in component.files:
-            content = component.files[name]
-            if not isinstance(content, dict):
-                raise InvalidCheckpointError("must be a JSON object", file=component.path_of(name))
-            found.append(Fields(component.path_of(name), "", content))
+    for name, content in component.files.items():
+        if not isinstance(content, dict):
+            raise InvalidCheckpointError("must be a JSON object", file=component.path_of(name))
+        found.append(Fields(component.path_of(name), "", content))
     for key in ("quantization_config", "_quantization_metadata"):
         if key in component.shard_metadata:
             file = component.shards[0] if component.shards else ""

@@ -98,6 +98,7 @@ class _Resolver:
         self._hits: dict[str, dict[str, frozenset[str]]] = {}
         self._assigned: dict[str, dict[str, Rule]] = {reading: {} for reading in READINGS}
         self._scope: frozenset[str] | None = None
+        self._unlisted: frozenset[str] = frozenset()
         self._rules: dict[str, Rule] = {}
         if read.declaration is not None:
             self._assign(read.declaration)
@@ -113,6 +114,8 @@ class _Resolver:
                     assigned.setdefault(name, rule)
         if declaration.scope is not None:
             self._scope = frozenset(declaration.scope.hits(self._index))
+        if declaration.unlisted is not None:
+            self._unlisted = frozenset(declaration.unlisted.hits(self._index))
 
     def resolve(self, module: Module) -> ResolvedModule | None:
         """The resolved module; None where it has no matrix (norms, convolutions, tables)."""
@@ -290,7 +293,7 @@ class _Resolver:
         """A 16-bit module that the dialect, or the module's nature, excludes without listing it."""
         if choice.stored.quantized or choice.rule is not None or self._declaration is None:
             return False
-        return keeps_float(name) or not self._declaration.speaks_of_all
+        return keeps_float(name) or name in self._unlisted or not self._declaration.speaks_of_all
 
     def _activation(self, choice: _Choice) -> TensorQuant | None:
         """Declared activation; for a weight that contradicts its rule, the default's if that weight is the same."""

@@ -23,6 +23,7 @@ from omniplat.formats.matching import (
     Pattern,
     Prefix,
     Segments,
+    Suffix,
     bounded_regex,
     compile_regex,
     glob,
@@ -47,13 +48,18 @@ def skip_rules(source: Fields, names: tuple[str, ...], parts_of: PartsOf) -> tup
     )
 
 
+def unlisted_head(rules: tuple[Rule, ...]) -> Matcher | None:
+    """The output head, which transformers leaves out when it is given no list of modules to leave out."""
+    return None if rules else Suffix("lm_head")
+
+
 def substring_rules(source: Fields, names: tuple[str, ...], parts_of: PartsOf) -> tuple[Rule, ...]:
     """The same for dialects whose writer and readers look for the entry anywhere in the name (AutoAWQ, HQQ)."""
     return tuple(_substring_rule(name, entry, parts_of) for name in names for entry in source.strings(name))
 
 
 def segment_rules(source: Fields, names: tuple[str, ...], parts_of: PartsOf) -> tuple[Rule, ...]:
-    """As `skip_rules` for dialects whose reader bounds entries by dots wherever they stand (torchao)."""
+    """As `skip_rules` for dialects whose readers bound entries by dots wherever they stand (torchao, bitsandbytes)."""
     return tuple(
         Rule(rule.key, rule.kind, rule.text, rule.literal, rule.producer, rule.literal, rule.declared, rule.rank)
         for rule in skip_rules(source, names, parts_of)
