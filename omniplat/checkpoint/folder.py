@@ -7,6 +7,7 @@ confined to the checkpoint's folder.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -26,6 +27,7 @@ METADATA_FILES = (
     "quant_config.json",
     "quant_model_description.json",
     "quant_model_weight_description.json",
+    "quanto_qmap.json",
 )
 
 #: Small tensors (shapes, scalar scales, quantizer states) may be read while planning, up to this size.
@@ -117,13 +119,20 @@ def _index_entries(root: Path, index: str) -> dict[str, str]:
     return weight_map
 
 
-def _open_component(checkpoint: Path, name: str, *, only_shard: str = "") -> Component:
+def _described_by(names: Iterable[str]) -> list[str]:
+    """msModelSlim's other exporter appends the type to the file's name: `quant_model_description_w8a8.json`."""
+    return [n for n in names if n.startswith("quant_model_description_") and n.endswith(".json")]
+
+
+def _open_component(checkpoint: Path, name: str, *, only_shard: str = "", gguf: tuple[str, ...] = ()) -> Component:
+    """`only_shard`: that file alone, without configs. `gguf`: these files are the shards."""
     folder = checkpoint / name if name else checkpoint
     names = _list(folder)
     prefix = f"{name}/" if name else ""
     config_file = f"{prefix}config.json"
     config = _read_config(checkpoint, config_file) if "config.json" in names and not only_shard else {}
-    files = {f: read_json(checkpoint, prefix + f) for f in METADATA_FILES if f in names and not only_shard}
+    metadata_files = [] if only_shard else [f for f in METADATA_FILES if f in names] + _described_by(names)
+    files = {f: read_json(checkpoint, prefix + f) for f in metadata_files}
 
     listed: dict[str, tuple[str, str]] = {}  # tensor -> (index file, shard)
     indexes = [] if only_shard else [n for n in names if n.endswith(".safetensors.index.json")]
@@ -137,6 +146,8 @@ def _open_component(checkpoint: Path, name: str, *, only_shard: str = "") -> Com
     shards = sorted({shard for _, shard in listed.values()})
     if only_shard:
         shards = [only_shard]
+    elif gguf:
+        shards = [prefix + n for n in gguf]
     elif not indexes:
         shards = [prefix + n for n in names if n.endswith(".safetensors")]
 
@@ -177,17 +188,32 @@ def _has_shards(folder: Path) -> bool:
     return folder.is_dir() and any(n.endswith((".safetensors", ".safetensors.index.json")) for n in _list(folder))
 
 
+_GGUF_SPLIT = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})\.gguf")
+
+
+def _gguf_shards(names: Iterable[str]) -> tuple[str, ...]:
+    """The GGUF files of a folder: one, or all parts of a split one. Several files are several checkpoints."""
+    files = tuple(n for n in names if n.endswith(".gguf"))
+    if len(files) < 2:
+        return files
+    parts = [_GGUF_SPLIT.fullmatch(n) for n in files]
+    first = parts[0]
+    if first is None or any(p is None or p["stem"] != first["stem"] or p["count"] != first["count"] for p in parts):
+        raise InvalidCheckpointError(f"is one of {len(files)} GGUF files; name the one that is meant", file=files[0])
+    if len(files) != int(first["count"]):
+        raise InvalidCheckpointError(f"is one of {len(files)} parts of {int(first['count'])}", file=files[0])
+    return files
+
+
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a folder, a pipeline folder or one .safetensors file.
+    """Open a folder, a pipeline folder, or one .safetensors or .gguf file.
 
     Raises InvalidCheckpointError when nothing readable is there or a config or shard is broken.
     """
     root = Path(path)
     if root.is_file():
-        if root.suffix == ".gguf":
-            raise InvalidCheckpointError("GGUF files cannot be planned yet", file=root.name)
-        if root.suffix != ".safetensors":
-            raise InvalidCheckpointError("is neither a folder nor a .safetensors file", file=str(root))
+        if root.suffix not in (".safetensors", ".gguf"):
+            raise InvalidCheckpointError("is neither a folder nor a .safetensors or .gguf file", file=str(root))
         return Checkpoint(root, (_open_component(root.parent, "", only_shard=root.name),))
     if not root.is_dir():
         raise InvalidCheckpointError("no such file or folder", file=str(root))
@@ -203,9 +229,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         ]
         if nested and "config.json" not in names:
             return Checkpoint(root, tuple(_open_component(root, name) for name in nested))
-        gguf = [n for n in names if n.endswith(".gguf")]
+        gguf = _gguf_shards(names)
         if gguf:
-            raise InvalidCheckpointError("GGUF files cannot be planned yet", file=gguf[0])
+            return Checkpoint(root, (_open_component(root, "", gguf=gguf),))
         if "config.json" in names:
             _read_config(root, "config.json")
         raise InvalidCheckpointError("holds no safetensors file", file=str(root))

@@ -1,4 +1,4 @@
-"""Reading and checking the header of one safetensors shard. No payload byte is read here."""
+"""Reading and checking the header of one shard: safetensors here, GGUF through its library. No payload is read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from omniplat.checkpoint.gguf import read_gguf_header
 from omniplat.checkpoint.tensors import DTYPE_BITS, TensorInfo
 from omniplat.errors import InvalidCheckpointError
 
@@ -50,6 +51,8 @@ def read_header(root: Path, shard: str) -> ShardHeader:
     file, absurd header length, broken JSON, unknown dtype, sizes that contradict shape and dtype, data that
     overlaps, leaves holes or ends before or after the end of the file.
     """
+    if shard.endswith(".gguf"):
+        return ShardHeader(shard, *read_gguf_header(root, shard))
     path = root / shard
     try:
         size = path.stat().st_size

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from omniplat.checkpoint.tensors import TensorInfo
+from omniplat.checkpoint.tensors import GGUF_PREFIX, TensorInfo
 from omniplat.errors import InvalidCheckpointError
 
 #: safetensors dtype -> NumPy dtype. E8M0 scales stay bytes: they are reinterpreted, never converted.
@@ -47,9 +47,12 @@ class ShardReader:
     def read(self, info: TensorInfo) -> NDArray[Any]:
         """A read-only view of `info`, in its NumPy dtype and shape. Pages are loaded when they are touched.
 
+        Rows of GGUF blocks come as bytes, uint8 [..., bytes of a row].
+
         Raises InvalidCheckpointError when the shard is unreadable or has shrunk, or for a dtype NumPy lacks.
         """
-        dtype = NUMPY_DTYPES.get(info.dtype)
+        is_blocks = info.dtype.startswith(GGUF_PREFIX)
+        dtype = np.dtype(np.uint8) if is_blocks else NUMPY_DTYPES.get(info.dtype)
         if dtype is None:
             raise InvalidCheckpointError(
                 f"tensors of dtype {info.dtype} cannot be read", file=info.shard, key=info.name
@@ -59,7 +62,7 @@ class ShardReader:
             raise InvalidCheckpointError("the file is shorter than its header says", file=info.shard, key=info.name)
         if info.start % dtype.itemsize:
             raw = raw.copy()
-        return raw.view(dtype).reshape(info.shape)
+        return raw.view(dtype).reshape((*info.shape[:-1], -1) if is_blocks else info.shape)
 
     def close(self) -> None:
         """Forget the maps; arrays that were handed out keep theirs alive."""

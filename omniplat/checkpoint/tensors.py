@@ -30,6 +30,9 @@ DTYPE_BITS: dict[str, int] = {
     "F6_E3M2": 6,
 }
 
+#: dtypes of tensors in GGUF files are this and the type's name.
+GGUF_PREFIX = "GGUF_"
+
 FLOAT_DTYPES = frozenset({"BF16", "F16", "F32", "F64"})
 
 

@@ -10,7 +10,7 @@ from omniplat.errors import InvalidCheckpointError, UnsupportedOptionError
 from omniplat.findings import Finding, finding
 from omniplat.formats.base import Format
 from omniplat.formats.declared import Declaration
-from omniplat.formats.markers import marker_sources, part_of_component
+from omniplat.formats.markers import header_sources, marker_sources, part_of_component
 from omniplat.formats.metadata import Fields, metadata_sources
 
 
@@ -27,7 +27,7 @@ class Read:
 def read_metadata(component: Component, formats: Sequence[Format], parts_of: Mapping[str, tuple[str, ...]]) -> Read:
     """Find, claim and read a component's metadata. Nothing here raises: what cannot be read is a finding."""
     try:
-        found = [*metadata_sources(component), *marker_sources(component)]
+        found = [*header_sources(component), *metadata_sources(component), *marker_sources(component)]
         sources = [part for source in found if (part := part_of_component(source, component.name)).values]
     except InvalidCheckpointError as exc:
         return Read(None, "", (_unreadable(exc, component),), True)

@@ -9,13 +9,27 @@ from typing import Any
 import msgspec
 
 from omniplat.checkpoint.folder import Component
+from omniplat.checkpoint.tensors import GGUF_PREFIX
 from omniplat.errors import InvalidCheckpointError
 from omniplat.formats.metadata import Fields
 
 #: Keys of sources that only ComfyUI's files have.
 MARKER_KEYS = frozenset({"comfy_quant", "scaled_fp8", "__metadata__._quantization_metadata"})
 
+#: Key of the source that a GGUF file's own header is.
+GGUF_KEY = "gguf header"
+
 _MARKER = ".comfy_quant"
+
+
+def header_sources(component: Component) -> list[Fields]:
+    """The types of quantized tensors in GGUF files; nothing for safetensors. They come before any JSON file."""
+    types = {name: info.dtype.lower() for name, info in component.tensors.items() if info.dtype.startswith(GGUF_PREFIX)}
+    shard = next((shard for shard in component.shards if shard.endswith(".gguf")), "")
+    if not shard:
+        return []
+    architecture = component.shard_metadata.get("general.architecture", "")
+    return [Fields(shard, GGUF_KEY, {"architecture": architecture, "tensors": types})]
 
 
 def marker_sources(component: Component) -> list[Fields]:

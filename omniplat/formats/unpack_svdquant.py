@@ -95,15 +95,18 @@ def _scale_in_rows(scale: Array, group_size: int) -> Array:
     if group_size == 16:
         # four groups of a row in one word: tile, 64 columns, 8 rows apart by 1, 4 apart by 8, 4 apart by 32, groups
         loads = scale.reshape(n // _WARP_N, groups // 4, 8, 4, 4, 4)
-        return loads.transpose(0, 4, 3, 2, 1, 5).reshape(n, groups)
-    return _rows_of_scale(scale.reshape(n // _WARP_N, groups, _WARP_N)).transpose(0, 2, 1).reshape(n, groups)
+        words: Array = loads.transpose(0, 4, 3, 2, 1, 5).reshape(n, groups)
+        return words
+    rows: Array = _rows_of_scale(scale.reshape(n // _WARP_N, groups, _WARP_N)).transpose(0, 2, 1).reshape(n, groups)
+    return rows
 
 
 def _rows_of_scale(loads: Array) -> Array:
     """[..., 128] in load order (8 x 4 threads, two pairs each) to row order."""
     lead = loads.shape[:-1]
     parts = loads.reshape(*lead, 8, 4, 2, 2)
-    return np.swapaxes(parts, -3, -2).reshape(*lead, _WARP_N)
+    rows: Array = np.swapaxes(parts, -3, -2).reshape(*lead, _WARP_N)
+    return rows
 
 
 def _untile_vector(stored: Array) -> Array:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from omniplat.canonical import Array, CanonicalWeight
-from omniplat.errors import InvalidSchemeError
+from omniplat.errors import BackendNotInstalledError, InvalidSchemeError
 from omniplat.oracle.codecs import Float64, decode_codes, e8m0_to_float64
-from omniplat.scheme import ELEMENT_BITS, TensorQuant, weight_id
+from omniplat.scheme import ELEMENT_BITS, Scheme, TensorQuant, low_rank_base, weight_id
 
 #: Columns that share one `scale2`.
 DUAL_LEVEL_COLUMNS = 512
@@ -42,11 +42,18 @@ def dequantize(weight: CanonicalWeight) -> Float64:
 
     w = (code - zero_point) * scale * global_scale * scale2, with the factors that the scheme has. MXINT codes count
     in units of 2^-(bits - 2), so that a group's scale means the same as for the float elements (values below 2).
-    `pre_scale` is not applied: it multiplies the activation. Raises InvalidSchemeError for opaque schemes.
+    `pre_scale` is not applied: it multiplies the activation. SVDQuant's low-rank pair, which sees the input without
+    it, is divided by it: the weight is that of the unquantized layer either way. GGUF blocks are decoded by GGUF's
+    own library. Raises InvalidSchemeError for schemes without a definition here, BackendNotInstalledError for GGUF
+    without its library.
     """
     quant = weight.scheme.weight
     tensors = weight.tensors
     in_features = weight.in_features
+    if low_rank_base(quant) is not None:
+        return _with_low_rank_pair(weight)
+    if quant.element.startswith("gguf_"):
+        return _gguf_values(tensors["codes"], quant)
     element = "int8" if quant.element == "int8_bnb" else quant.element
     if element not in ELEMENT_BITS:
         raise InvalidSchemeError(weight_id(quant), "the oracle has no definition of this element")
@@ -76,3 +83,36 @@ def dequantize(weight: CanonicalWeight) -> Float64:
     if "scale2" in tensors:
         values = values * expand_columns(tensors["scale2"].astype(np.float64), DUAL_LEVEL_COLUMNS, in_features)
     return values
+
+
+def residual(weight: CanonicalWeight) -> CanonicalWeight:
+    """What SVDQuant's low-rank pair leaves, as a weight of a plain scheme without activation."""
+    base = low_rank_base(weight.scheme.weight)
+    if base is None:
+        raise InvalidSchemeError(weight.scheme.weight_id, "has no low-rank pair")
+    scheme = Scheme(base, None, weight.scheme.pre_scale)
+    return CanonicalWeight(scheme, weight.out_features, weight.in_features, weight.tensors)
+
+
+def _with_low_rank_pair(weight: CanonicalWeight) -> Float64:
+    down, up = (weight.tensors[role].astype(np.float64) for role in ("low_rank_down", "low_rank_up"))
+    pair = up @ np.swapaxes(down, -1, -2)
+    if "pre_scale" in weight.tensors:
+        pair = pair / weight.tensors["pre_scale"].astype(np.float64)
+    return dequantize(residual(weight)) + pair
+
+
+def _gguf_values(codes: Array, quant: TensorQuant) -> Float64:
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize as decode
+    except ImportError as exc:
+        raise BackendNotInstalledError(
+            "gguf", "the library gguf", 'pip install "omniplat[gguf]"', kind="format"
+        ) from exc
+    name = quant.element.removeprefix("gguf_").upper()
+    try:
+        values = decode(np.ascontiguousarray(codes), GGMLQuantizationType[name])
+    except (KeyError, NotImplementedError) as exc:
+        raise InvalidSchemeError(weight_id(quant), "GGUF's library does not decode this type") from exc
+    return np.asarray(values, dtype=np.float64)

@@ -6,18 +6,27 @@ import numpy as np
 
 from omniplat.canonical import Array, CanonicalWeight
 from omniplat.oracle.codecs import Float64
-from omniplat.oracle.dequantize import dequantize
+from omniplat.oracle.dequantize import dequantize, residual
 from omniplat.oracle.quantize import quantize_activation
+from omniplat.scheme import low_rank_base
 
 
 def linear(x: Array, weight: CanonicalWeight, *, activation: bool = True, bias: Array | None = None) -> Float64:
     """y = Q(x * pre_scale) @ W^T + bias: float64 [..., N] for `x` [..., K]; stacked weights take [E, M, K].
+
+    SVDQuant's low-rank pair sees the input as it is: (x @ D) @ U^T is added.
 
     `activation` False leaves x as it is (weight-only arithmetic), True quantizes it as the scheme says (nothing for
     a16). `bias`, [N], stands in for the weight's own, which is used where it is None.
     """
     tensors = weight.tensors
     values = np.asarray(x, dtype=np.float64)
+    inner: CanonicalWeight = weight
+    beside: Float64 | float = 0.0
+    if low_rank_base(weight.scheme.weight) is not None:
+        down, up = (tensors[role].astype(np.float64) for role in ("low_rank_down", "low_rank_up"))
+        inner = residual(weight)
+        beside = (values @ down) @ np.swapaxes(up, -1, -2)
     if "pre_scale" in tensors:
         pre_scale = tensors["pre_scale"].astype(np.float64)
         values = values * (pre_scale if pre_scale.ndim == 1 else pre_scale[:, None, :])
@@ -29,7 +38,7 @@ def linear(x: Array, weight: CanonicalWeight, *, activation: bool = True, bias: 
             input_zero_point=tensors.get("input_zero_point"),
             input_global_scale=tensors.get("input_global_scale"),
         )
-    result = values @ np.swapaxes(dequantize(weight), -1, -2)
+    result: Float64 = values @ np.swapaxes(dequantize(inner), -1, -2) + beside
     added = tensors.get("bias") if bias is None else bias
     if added is None:
         return result

@@ -14,7 +14,7 @@ from omniplat.errors import InvalidSchemeError, UsageError
 from omniplat.oracle.codecs import Float64, element_max, encode, round_to_element
 from omniplat.oracle.dequantize import DUAL_LEVEL_COLUMNS
 from omniplat.oracle.scales import Float32, Grid, e8m0_grid, float_grid, nvfp4_global_scale, nvfp4_grid
-from omniplat.scheme import ELEMENT_BITS, Scheme, TensorQuant, activation_id, weight_id
+from omniplat.scheme import ELEMENT_BITS, Scheme, TensorQuant, activation_id, low_rank_base, weight_id
 
 _SIXTH = np.float32(1) / np.float32(6)
 
@@ -32,8 +32,12 @@ def quantize_activation(
     Static schemes need `input_scale` (and `input_zero_point` where asymmetric), a multiplier: x = q * scale.
     `input_global_scale` is NVFP4's, a multiplier; without it, it is derived from `x`. Each is one number, or one per
     expert for stacked `x`, [E, M, K]. The last group along K may be partial. Raises UsageError where a static quantity
-    is missing, InvalidSchemeError for schemes without a definition here (bitsandbytes, SVDQuant) and unknown rules.
+    is missing, InvalidSchemeError for schemes without a definition here (bitsandbytes) and unknown rules.
     """
+    base = low_rank_base(quant)
+    if base is not None:
+        # SVDQuant's run-time NVFP4 has no second level: its group scales stand alone
+        return _fake(np.asarray(x, dtype=np.float32), base, 1.0 if base.second_scale == "global" else None)
     _check_element(quant, activation_id(quant))
     values = np.asarray(x, dtype=np.float32)
     if quant.second_scale == "dual":

@@ -12,6 +12,7 @@ _QUANTIZED = (
     *("int[2-8]-tensor", "int[2-8]-channel", "int[2-8]-g*", "int[2-8]-block*"),
     *("uint[2-8]-tensor", "uint[2-8]-channel", "uint[2-8]-g*", "uint[2-8]-block*"),
     *("mxfp8", "mxfp8e5m2", "mxfp6e2m3", "mxfp6e3m2", "mxfp4", "mxfp4-dual", "mxint4", "mxint8", "nvfp4"),
+    *("nf4-b*", "fp4bnb-b*"),
 )
 _FLOAT = ("bf16",)
 _ACTIVATIONS = (
@@ -21,6 +22,13 @@ _ACTIVATIONS = (
     *("int[2-8]-token", "int[2-8]-token-asym", "int[2-8]-tensor", "int[2-8]-tensor-asym", "int[2-8]-g*"),
     *("int[2-8]-tensor-static", "int[2-8]-tensor-static-asym"),
     *("mxfp8", "mxfp8e5m2", "mxfp6e2m3", "mxfp6e3m2", "mxfp4", "mxfp4-dual", "mxint4", "mxint8", "nvfp4"),
+)
+#: GGUF types that its library decodes.
+_GGUF = (
+    *("gguf-q4_0", "gguf-q4_1", "gguf-q5_0", "gguf-q5_1", "gguf-q8_0", "gguf-mxfp4", "gguf-nvfp4"),
+    *("gguf-q2_k", "gguf-q3_k", "gguf-q4_k", "gguf-q5_k", "gguf-q6_k", "gguf-iq4_nl", "gguf-iq4_xs"),
+    *("gguf-iq1_s", "gguf-iq1_m", "gguf-iq2_xxs", "gguf-iq2_xs", "gguf-iq2_s", "gguf-iq3_xxs", "gguf-iq3_s"),
+    *("gguf-tq1_0", "gguf-tq2_0"),
 )
 _KERNELS = "omniplat.reference.kernels"
 
@@ -58,6 +66,32 @@ SPEC = BackendSpec(
             variants=("f32-row-tiles", "bf16"),
         ),
         Capability(
+            name="low_rank_linear",
+            op="linear",
+            weights=("svdq-nvfp4", "svdq-int4-g64"),
+            activations=("a16", "svdq-nvfp4", "svdq-int4"),
+            priority=10,
+            impl="omniplat.reference.low_rank:LowRankLinear",
+        ),
+        Capability(
+            name="gguf_linear",
+            op="linear",
+            weights=_GGUF,
+            activations=("a16",),
+            requires=("gguf>=0.10",),
+            priority=10,
+            impl="omniplat.reference.gguf_blocks:GgufLinear",
+        ),
+        Capability(
+            name="llm_int8_linear",
+            op="linear",
+            weights=("int8-bnb",),
+            activations=("a16", "int8-bnb"),
+            executes="a16",
+            priority=10,
+            impl=f"{_KERNELS}:LlmInt8Linear",
+        ),
+        Capability(
             name="expert_loop",
             op="moe",
             weights=(*_FLOAT, *_QUANTIZED),
@@ -70,10 +104,5 @@ SPEC = BackendSpec(
     install='pip install "omniplat[cpu]"',
     distributions=("torch>=2.6",),
     not_supported=(
-        NotSupported("nf4-*", "todo", "no decoder for bitsandbytes' block order"),
-        NotSupported("fp4bnb-*", "todo", "no decoder for bitsandbytes' block order"),
-        NotSupported("int8-bnb", "todo", "outlier columns are not split"),
-        NotSupported("svdq-*", "todo", "no low-rank branch"),
-        NotSupported("gguf-*", "todo", "no decoder for GGUF blocks"),
     ),
 )

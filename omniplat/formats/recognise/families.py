@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omniplat.checkpoint.tensors import FLOAT_DTYPES
+from omniplat.checkpoint.tensors import FLOAT_DTYPES, GGUF_PREFIX
 from omniplat.formats.recognise.ascend import MARKS, container8, numbers, transformation
 from omniplat.formats.recognise.draft import E8M0_DTYPES, Draft, Stored
 from omniplat.formats.recognise.svdquant import low_rank
@@ -10,8 +10,6 @@ from omniplat.formats.recognise.tiles import comfy, is_tiled, tiled_fp4, undeter
 from omniplat.formats.recognise.unpacked import FLOAT8, float8
 from omniplat.scheme import TensorQuant, parse_weight_id
 
-#: safetensors has no such dtypes: they come from the header of a GGUF file, which has a type per tensor.
-GGUF_PREFIX = "GGUF_"
 #: Packing of a `Declared` whose weights may be numbers in a wider container.
 NUMBERS = "numbers"
 
