@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+from omniplat.oracle.codecs import element_values
 from omniplat.scheme import TensorQuant
 
 Tensors = Mapping[str, torch.Tensor]
@@ -51,6 +52,8 @@ def _pair_table(element: str) -> torch.Tensor:
         values = [*_E2M1, *(-v for v in _E2M1)]
     elif element == "int4":
         values = [float(c if c < 8 else c - 16) for c in range(16)]
+    elif element in ("nf4", "fp4_bnb"):
+        values = [float(value) for value in element_values(element)]
     else:
         values = [float(c) for c in range(16)]
     pairs = [values[byte & 15] for byte in range(256)], [values[byte >> 4] for byte in range(256)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from omniplat.reference import ops as _ops  # registers the operators
 from omniplat.reference.linear import splits_for
 from omniplat.runtime.kernel import LinearKernel, MoeKernel, Prepared
 from omniplat.runtime.tensors import WeightTensors
-from omniplat.scheme import ELEMENT_BITS
+from omniplat.scheme import ELEMENT_BITS, Scheme, TensorQuant
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,15 @@ class FloatLinear(DequantLinear):
     """bf16, f16 and f32 weights; in bf16 where the CPU has units for it, else in float32 row tiles."""
 
     name: ClassVar[str] = "float_linear"
+
+
+class LlmInt8Linear(DequantLinear):
+    """bitsandbytes' LLM.int8 weights with activations as they are: outlier columns need no splitting then."""
+
+    name: ClassVar[str] = "llm_int8_linear"
+
+    def prepare(self, weight: WeightTensors, spec: LayerSpec) -> Prepared[LinearConfig]:
+        return super().prepare(replace(weight, scheme=Scheme(TensorQuant("int8", "channel"))), spec)
 
 
 class Int8Linear(DequantLinear):
@@ -158,7 +167,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _check(weight: WeightTensors, spec: LayerSpec, kernel: str) -> None:
     quant = weight.scheme.weight
-    if quant.element not in ELEMENT_BITS or quant.element in ("nf4", "fp4_bnb"):
+    if quant.element not in ELEMENT_BITS:
         raise UnsupportedCombinationError(
             "cpu", spec.op, weight.scheme.id, [spec.name], [f"{kernel}  needs a weight that it can decode"]
         )

@@ -75,7 +75,7 @@ def test_unquantized_weights_round_once_to_the_input_dtype(stored: str, dtype: t
 
 
 def test_every_declared_pattern_is_tested() -> None:
-    tested = (*WEIGHTS, "bf16", "fp8e5m2-tensor", "fp8e5m2-g128")
+    tested = (*WEIGHTS, "bf16", "fp8e5m2-tensor", "fp8e5m2-g128", "nf4-b64", "fp4bnb-b64", "int8-bnb")
     unprobed = ("int[2-8]-block*", "uint[2-8]-block*", "int[2-8]-tensor", "uint[2-8]-tensor")
     for capability in SPEC.capabilities:
         for pattern in capability.weights:
