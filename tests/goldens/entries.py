@@ -21,7 +21,7 @@ EXAMPLES = {"ar016-hy-mxfp8-exp4": ROOT / "examples" / "hunyuan-image3-mxfp4-mxf
 #: Environment variable that names a folder with more checkpoints of the same kind.
 VARIABLE = "OMNIPLAT_CORPUS"
 #: Dialects that are read so far, by the prefix of the entry's name.
-PREFIXES = ("ar", "lc", "mo", "gq")
+PREFIXES = ("ar", "lc", "mo", "gq", "hf", "qk")
 
 _DTYPES: dict[str, Any] = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
 
@@ -80,6 +80,18 @@ _SPELLINGS: tuple[tuple[str, str], ...] = (
     (r"MXFP8 g32", "mxfp8"),
     (r"NVFP4|nvfp4", "nvfp4"),
     (r"MXINT4", "mxint4"),
+    (r"bnb (?P<table>nf4|fp4) blocksize=(?P<g>\d+)", "{table}-b{g}"),
+    (r"bnb LLM.int8", "int8-bnb"),
+    (r"fp8 e4m3 block (?P<bn>\d+)x(?P<bk>\d+)", "fp8-block{bn}x{bk}"),
+    (r"hqq (?P<b>\d)bit g(?P<g>\d+)", "uint{b}-g{g}"),
+    (r"torchao Float8Tensor", "fp8-channel"),
+    (r"torchao Int8Tensor|quanto qint8", "int8-channel"),
+    (r"quark (?P<el>u?int4)_wo_(?P<g>\d+)", "{el}-g{g}"),
+    (r"quark (?P<el>u?int4)_wo_per_channel", "{el}-channel"),
+    (r"quark ptpc_fp8|quanto qfloat8", "fp8-channel"),
+    (r"quark mxfp6_(?P<el>e\dm\d)", "mxfp6{el}"),
+    (r"quark mxfp4", "mxfp4"),
+    (r"quark (?P<el>fp8|int8)", "{el}-tensor"),
     (r"mxfp8 block=32", "mxfp8"),
     (r"mxfp4 block=32", "mxfp4"),
     (r"fp8_pc_pt", "fp8-channel"),
@@ -108,6 +120,7 @@ def weight_id_of(heading: str) -> str:
         if match:
             fields = {key: value for key, value in match.groupdict().items() if value is not None}
             fields.setdefault("g", fields.get("h", ""))
+            fields["table"] = {"nf4": "nf4", "fp4": "fp4bnb"}.get(fields.get("table", ""), "")
             fields["u"] = "u" if fields.get("sym") == "False" else ""
             return template.format(**fields)
     raise KeyError(heading)
