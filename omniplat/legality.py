@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from omniplat.scheme import Scheme, TensorQuant
+from omniplat.layer import LayerSpec
+from omniplat.packed import PackedLayer, Split
+from omniplat.scheme import Scheme, TensorQuant, low_rank_base
 
 #: Tensor-parallel sizes that are examined.
 TP_SIZES = (1, 2, 3, 4, 6, 8, 16)
+
+#: Columns that share one second-level scale of the dual-level format.
+DUAL_COLUMNS = 512
 
 #: GGUF's types whose blocks hold 32 values; those of the others hold 256.
 _GGUF_SMALL = frozenset({"q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "iq4_nl", "mxfp4"})
@@ -26,6 +31,38 @@ class Cut:
 
 
 LEGAL = Cut()
+
+
+def cut_layer(layer: PackedLayer, tp: int) -> Cut:
+    """Whether `tp` ranks can share a layer: what the plan says, and what loading refuses."""
+    spec, split = layer.spec, layer.split
+    if spec.moe is not None:
+        down = spec.moe.w2_scheme or spec.scheme
+        rows = cut_rows(spec.scheme, (spec.moe.intermediate,), tp, columns=spec.in_features, what="I")
+        return rows if not rows.legal else cut_columns(down, spec.moe.intermediate, tp, what="I")
+    if split.style == "row":
+        return cut_columns(spec.scheme, spec.in_features, tp)
+    if split.style == "column":
+        if split.heads:
+            return cut_qkv(spec.scheme, spec.parts, split.kv, split.kv_heads, split.heads, tp)
+        return cut_rows(spec.scheme, spec.parts, tp, columns=spec.in_features)
+    return LEGAL
+
+
+def rank_spec(spec: LayerSpec, split: Split, tp: int, ep: int) -> LayerSpec:
+    """The layer as one of the ranks holds it; all of them hold the same shape."""
+    if spec.moe is not None:
+        intermediate = spec.moe.intermediate // tp
+        moe = replace(spec.moe, intermediate=intermediate, experts=spec.moe.experts // ep)
+        return replace(spec, moe=moe, parts=(intermediate, intermediate))
+    if tp == 1 or split.style == "replicated":
+        return spec
+    if split.style == "row":
+        return replace(spec, in_features=spec.in_features // tp)
+    rows = spec.parts or (spec.out_features,)
+    kv = split.kv or (False,) * len(rows)
+    parts = tuple(rank_rows(n, split.kv_heads, tp, is_kv=is_kv) for n, is_kv in zip(rows, kv, strict=True))
+    return replace(spec, out_features=sum(parts), parts=parts)
 
 
 def cut_rows(scheme: Scheme, parts: Sequence[int], tp: int, *, columns: int = 0, what: str = "N") -> Cut:
@@ -100,20 +137,25 @@ def _rows_problem(scheme: Scheme, rows: int, columns: int) -> str:
 
 def column_units(scheme: Scheme) -> list[tuple[int, str]]:
     """(values along K, what they are): a shard's K must be a multiple of each."""
-    units: list[tuple[int, str]] = []
-    quants: list[tuple[TensorQuant, str]] = [(scheme.weight, "weight")]
+    units = [(unit, f"weight {what}") for unit, what in quant_units(scheme.weight)]
     if scheme.activation is not None:
-        quants.append((scheme.activation, "activation"))
-    for quant, whose in quants:
-        if quant.granularity == "group" and quant.element != "bf16":
-            units.append((quant.group_size, f"{whose} group"))
-        if quant.granularity == "block":
-            units.append((quant.block[1], f"{whose} block"))
-        if quant.second_scale == "dual":
-            units.append((512, f"{whose} second-level group"))
-        if quant.element in ("nf4", "fp4_bnb") or quant.element.endswith("4"):
-            units.append((2, f"{whose} byte"))
-        if quant.element.startswith("gguf_"):
-            small = quant.element.removeprefix("gguf_") in _GGUF_SMALL
-            units.append((32 if small else 256, f"{whose} block"))
+        units += [(unit, f"activation {what}") for unit, what in quant_units(scheme.activation)]
+    return units
+
+
+def quant_units(quant: TensorQuant) -> list[tuple[int, str]]:
+    """(values along K, what they are) of one quantized tensor."""
+    units: list[tuple[int, str]] = []
+    quant = low_rank_base(quant) or quant
+    if quant.granularity == "group" and quant.element != "bf16":
+        units.append((quant.group_size, "group"))
+    if quant.granularity == "block":
+        units.append((quant.block[1], "block"))
+    if quant.second_scale == "dual":
+        units.append((DUAL_COLUMNS, "second-level group"))
+    if quant.element in ("nf4", "fp4_bnb") or quant.element.endswith("4"):
+        units.append((2, "byte"))
+    if quant.element.startswith("gguf_"):
+        small = quant.element.removeprefix("gguf_") in _GGUF_SMALL
+        units.append((32 if small else 256, "block"))
     return units

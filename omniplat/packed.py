@@ -18,8 +18,23 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """How engines divide a linear layer over tensor-parallel ranks.
+
+    `style`     "column" (every part along N), "row" (along K) or "replicated".
+    `heads`, `kv_heads`   head counts where the rows are attention heads; 0 for every other layer.
+    `kv`        for such a layer: which of the spec's parts are keys or values.
+    """
+
+    style: str = "replicated"
+    heads: int = 0
+    kv_heads: int = 0
+    kv: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """A linear layer has `parts`, concatenated along N in this order.
+    """A linear layer has `parts`, concatenated along N in this order; `split` says how ranks share it.
 
     A moe layer has `w13` and `w2` instead: per expert the parts of the gate-and-up weight (gate then up, or one
     fused part) and of the down weight. A stacked 3-D weight is one part for all experts (`stacked` is True).
@@ -31,6 +46,7 @@ class PackedLayer:
     w2: tuple[tuple[Part, ...], ...] = ()
     stacked: bool = False
     fused: bool = False
+    split: Split = Split()
 
     @property
     def modules(self) -> tuple[ResolvedModule, ...]:

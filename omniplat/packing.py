@@ -30,7 +30,7 @@ from omniplat.models.family import (
     scoped_attention,
 )
 from omniplat.models.names import EXPERT
-from omniplat.packed import PackedLayer, Part
+from omniplat.packed import PackedLayer, Part, Split
 from omniplat.roworder import AS_IS, RowOrder
 
 _DTYPES = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
@@ -131,7 +131,22 @@ class _Packer:
         parts = tuple(Part(module, self._row_order(module.name)) for module in modules)
         if len(modules) == 1:
             spec = replace(spec, parts=self._disk_parts(first))
-        return PackedLayer(spec, parts, fused=len(modules) > 1)
+        return PackedLayer(spec, parts, fused=len(modules) > 1, split=self._split(modules, spec.parts))
+
+    def _split(self, modules: Sequence[ResolvedModule], rows: Sequence[int]) -> Split:
+        """How ranks share a layer whose parts have so many `rows`."""
+        style = self._family.style_of(modules[0].name)
+        if not any(has_suffix(module.name, self._family.heads) for module in modules):
+            return Split(style)
+        heads = self._heads.of(modules[0].name)
+        if not heads.known:
+            return Split(style)
+        if len(modules) == len(rows):
+            leaves = [module.name.rpartition(".")[2].removeprefix("add_").removeprefix("to_") for module in modules]
+            kv = tuple(leaf[:1] in ("k", "v") for leaf in leaves)
+        else:
+            kv = tuple(index > 0 for index in range(len(rows)))
+        return Split(style, heads.heads, heads.kv_heads, kv)
 
     def _fused(self, rest: dict[str, ResolvedModule]) -> list[PackedLayer]:
         layers: list[PackedLayer] = []

@@ -22,9 +22,9 @@ from omniplat.formats.detect import read_metadata
 from omniplat.formats.resolve import Resolution, resolve_component
 from omniplat.formats.resolved import ResolvedModule
 from omniplat.layer import LayerSpec
-from omniplat.legality import TP_SIZES, Cut, cut_columns, cut_qkv, cut_rows, rank_rows
+from omniplat.legality import TP_SIZES, Cut, cut_layer, rank_spec
 from omniplat.match import Match, Policy, match
-from omniplat.models.family import Attention, Family, has_suffix
+from omniplat.models.family import Family
 from omniplat.packed import PackedLayer
 from omniplat.packing import Packed, family_of, pack
 from omniplat.scheme import Scheme, TensorQuant
@@ -84,7 +84,8 @@ def make_plan(
         if component is not None and part.name != component:
             continue
         family = family_of(part.config, families)
-        resolution = resolve_component(part, read_metadata(part, formats, family.parts_on(target.device.kind)))
+        read = read_metadata(part, formats, family.parts_on(target.device.kind))
+        resolution = resolve_component(part, read, family.floats)
         packed = pack(resolution, family)
         planner = _ComponentPlanner(packed, target)
         layers += [planner.plan(layer) for layer in packed.layers]
@@ -159,7 +160,7 @@ class _ComponentPlanner:
     def plan(self, layer: PackedLayer) -> PlannedLayer:
         spec, target = layer.spec, self._target
         modules = layer.modules
-        tp_cuts = {size: self._cut(layer, size) for size in TP_SIZES}
+        tp_cuts = {size: cut_layer(layer, size) for size in TP_SIZES}
         ep = tuple(_divisors(spec.moe.experts)) if spec.moe is not None else ()
         status = self._status(layer)
         problem = self._parallel_problem(layer, tp_cuts)
@@ -172,7 +173,7 @@ class _ComponentPlanner:
             executes = spec.scheme.id
             status = "unsupported" if problem else status
         elif status == "ok":
-            outcome = self._match(self._per_rank(layer, target.tp, target.ep))
+            outcome = self._match(rank_spec(spec, layer.split, target.tp, target.ep))
             chosen = outcome.chosen
             trace = _trace(outcome, target.spec)
             if chosen is None or problem:
@@ -231,49 +232,10 @@ class _ComponentPlanner:
 
     # -- parallelism --------------------------------------------------------------------------------
 
-    def _style(self, layer: PackedLayer) -> str:
-        """ "column", "row" or "replicated", by the family's table."""
-        return self._packed.family.style_of(layer.parts[0].module.name)
-
-    def _cut(self, layer: PackedLayer, tp: int) -> Cut:
-        spec = layer.spec
-        if spec.moe is not None:
-            down = spec.moe.w2_scheme or spec.scheme
-            rows = cut_rows(spec.scheme, (spec.moe.intermediate,), tp, columns=spec.in_features, what="I")
-            return rows if not rows.legal else cut_columns(down, spec.moe.intermediate, tp, what="I")
-        style = self._style(layer)
-        if style == "row":
-            return cut_columns(spec.scheme, spec.in_features, tp)
-        if style == "column":
-            heads = self._qkv(layer)
-            if heads is not None:
-                kv = self._kv_parts(layer)
-                return cut_qkv(spec.scheme, spec.parts, kv, heads.kv_heads, heads.heads, tp)
-            return cut_rows(spec.scheme, spec.parts, tp, columns=spec.in_features)
-        return Cut()
-
-    def _qkv(self, layer: PackedLayer) -> Attention | None:
-        """Head counts of a layer whose rows are attention heads; None for others, and where nothing tells."""
-        family = self._packed.family
-        if not any(has_suffix(part.module.name, family.heads) for part in layer.parts):
-            return None
-        heads = self._packed.heads.of(layer.parts[0].module.name)
-        return heads if heads.known else None
-
-    def _kv_parts(self, layer: PackedLayer) -> tuple[bool, ...]:
-        """Which parts of a QKV layer are keys or values: all but the first of several, or by the module's name."""
-        if len(layer.spec.parts) == 1:
-            leaf = layer.parts[0].module.name.rpartition(".")[2]
-            return (leaf.removeprefix("add_").removeprefix("to_")[:1] in ("k", "v"),)
-        if len(layer.parts) == len(layer.spec.parts):
-            leaves = [part.module.name.rpartition(".")[2] for part in layer.parts]
-            return tuple(leaf.removeprefix("add_").removeprefix("to_")[:1] in ("k", "v") for leaf in leaves)
-        return tuple(index > 0 for index in range(len(layer.spec.parts)))
-
     def _parallel_problem(self, layer: PackedLayer, cuts: dict[int, Cut]) -> str:
         target, spec = self._target, layer.spec
         names = [module.name for module in layer.modules]
-        cut = cuts[target.tp] if target.tp in cuts else self._cut(layer, target.tp)
+        cut = cuts[target.tp] if target.tp in cuts else cut_layer(layer, target.tp)
         if not cut.legal:
             self._notes["tp-not-divisible", f"tp = {target.tp}: {cut.problem}"] += names
             return cut.problem
@@ -286,35 +248,16 @@ class _ComponentPlanner:
     def _shares(self, layer: PackedLayer) -> int:
         if layer.spec.moe is not None:
             return self._target.tp * self._target.ep
-        return self._target.tp if self._style(layer) != "replicated" else 1
-
-    def _per_rank(self, layer: PackedLayer, tp: int, ep: int) -> LayerSpec:
-        """The layer as one rank holds it: what kernels' shape rules are about."""
-        spec = layer.spec
-        if tp == 1 and ep == 1:
-            return spec
-        if spec.moe is not None:
-            moe = replace(spec.moe, intermediate=spec.moe.intermediate // tp, experts=spec.moe.experts // ep)
-            return replace(spec, moe=moe)
-        style = self._style(layer)
-        if style == "row":
-            return replace(spec, in_features=spec.in_features // tp)
-        if style != "column":
-            return spec
-        heads = self._qkv(layer)
-        if heads is None:
-            return replace(spec, out_features=spec.out_features // tp)
-        parts = zip(spec.parts, self._kv_parts(layer), strict=True)
-        return replace(
-            spec, out_features=sum(rank_rows(rows, heads.kv_heads, tp, is_kv=is_kv) for rows, is_kv in parts)
-        )
+        return self._target.tp if layer.split.style != "replicated" else 1
 
     def _legal_tp(self, layer: PackedLayer, cuts: dict[int, Cut], status: str) -> tuple[int, ...]:
         """Sizes at which no shard cuts anything and, where a kernel runs the whole layer, one runs the shard."""
         legal = tuple(size for size, cut in cuts.items() if cut.legal)
         if status != "ok" or self._match(layer.spec).chosen is None:
             return legal
-        return tuple(size for size in legal if self._match(self._per_rank(layer, size, 1)).chosen is not None)
+        return tuple(
+            size for size in legal if self._match(rank_spec(layer.spec, layer.split, size, 1)).chosen is not None
+        )
 
     # -- kernels ------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ Formats never see slices, the slicer never sees dialects, kernels see neither.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -18,14 +19,23 @@ from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.errors import InvalidCheckpointError, UsageError
 from omniplat.formats.resolved import ResolvedModule
 from omniplat.formats.unpack import canonicalise
-from omniplat.layer import MoeSpec
+from omniplat.legality import cut_layer, rank_spec
 from omniplat.packed import PackedLayer, Part
-from omniplat.roworder import RowOrder
+from omniplat.roworder import AS_IS, RowOrder
 from omniplat.roworder_apply import to_canonical_rows
 from omniplat.runtime.assemble import Assembly
 from omniplat.runtime.kernel import Kernel, LinearKernel, MoeKernel
 from omniplat.runtime.layers import QuantExperts, QuantLinear
-from omniplat.runtime.slicer import WHOLE, Rank, slice_for_rank
+from omniplat.runtime.slicer import (
+    WHOLE,
+    Rank,
+    column_range,
+    expert_range,
+    row_ranges,
+    take_columns,
+    take_rows,
+    without_bias,
+)
 from omniplat.runtime.tensors import to_torch
 
 
@@ -45,16 +55,21 @@ def read_roles(module: ResolvedModule, reader: TensorReader, expert: int | None 
 
 
 def read_canonical(
-    module: ResolvedModule, reader: TensorReader, order: RowOrder, rank: Rank = WHOLE, expert: int | None = None
+    module: ResolvedModule, reader: TensorReader, order: RowOrder = AS_IS, expert: int | None = None
 ) -> CanonicalWeight:
-    """One checkpoint module in canonical form and row order, cut for `rank`.
+    """`canonical_module` of a module that `reader` reads."""
+    return canonical_module(module, read_roles(module, reader, expert), order)
 
-    Raises InvalidCheckpointError naming file and module when its arrays fit no weight of its scheme, or a
-    scale is not finite.
+
+def canonical_module(module: ResolvedModule, arrays: Mapping[str, Array], order: RowOrder = AS_IS) -> CanonicalWeight:
+    """One checkpoint module, or one expert of a stacked one, in canonical form and row order.
+
+    `arrays` are its roles as stored. Raises InvalidCheckpointError naming file and module when they fit no weight of
+    its scheme, or a scale is not finite.
     """
     file = module.tensors["codes"].shard if "codes" in module.tensors else ""
     weight = canonicalise(
-        read_roles(module, reader, expert),
+        arrays,
         module.storage,
         module.scheme,
         module.out_features,
@@ -62,7 +77,7 @@ def read_canonical(
         file=file,
         module=module.name,
     )
-    return slice_for_rank(to_canonical_rows(weight, order), rank)
+    return to_canonical_rows(weight, order)
 
 
 def load_layer(
@@ -73,74 +88,178 @@ def load_layer(
     rank: Rank = WHOLE,
     device: torch.device | None = None,
 ) -> QuantLinear | QuantExperts:
-    """Load one planned layer for `kernel`.
+    """Load what `rank` holds of one planned layer, for `kernel`.
 
     Holds at most the layer and one of its checkpoint modules beside the memory-mapped files. `device` is the
-    CPU when None. Raises InvalidCheckpointError; UsageError when kernel and layer are of different kinds.
+    CPU when None. Raises InvalidCheckpointError; UsageError when kernel and layer are of different kinds, and,
+    before anything is read, when ranks cannot share the layer like this.
     """
     if isinstance(kernel, MoeKernel):
-        return _load_moe(layer, kernel, reader, rank, device)
-    return _load_linear(layer, kernel, reader, rank, device)
+        moe = MoeLoader(layer, kernel, rank)
+        for slot in moe.slots():
+            moe.put(slot, read_roles(moe.module_of(slot), reader, slot.expert if layer.stacked else None))
+        return moe.finish(device)
+    linear = LinearLoader(layer, kernel, rank)
+    for index, part in enumerate(layer.parts):
+        linear.put(index, read_roles(part.module, reader))
+    return linear.finish(device)
 
 
-def _load_linear(
-    layer: PackedLayer, kernel: LinearKernel[Any], reader: TensorReader, rank: Rank, device: torch.device | None
-) -> QuantLinear:
-    spec = layer.spec
-    if spec.op != "linear":
-        raise UsageError(f"{kernel.name} is a kernel for linear layers; {spec.name} is {spec.op}")
-    starts = tuple(accumulate((part.module.out_features for part in layer.parts[:-1]), initial=0))
-    assembly = Assembly(spec.name, spec.scheme, spec.out_features, spec.in_features, starts=starts)
-    row = 0
-    for part in layer.parts:
-        weight = read_canonical(part.module, reader, part.row_order, rank)
-        assembly.put(weight, row, module=part.module.name)
-        row += weight.out_features
-    tensors = to_torch(assembly.finish(), device=device)
-    del assembly
-    return QuantLinear(spec, kernel, kernel.prepare(tensors, spec), tensors.tensors.get("bias"))
+class LinearLoader:
+    """A linear layer that is being loaded: takes the roles of its checkpoint modules, in any order of modules."""
+
+    def __init__(self, layer: PackedLayer, kernel: LinearKernel[Any], rank: Rank = WHOLE) -> None:
+        """Raises UsageError for a layer of another kind, and when ranks cannot share the layer like this."""
+        if layer.spec.op != "linear":
+            raise UsageError(f"{kernel.name} is a kernel for linear layers; {layer.spec.name} is {layer.spec.op}")
+        _require_legal(layer, rank)
+        self.layer = layer
+        self.spec = spec = rank_spec(layer.spec, layer.split, rank.tp_size, rank.ep_size)
+        self._kernel = kernel
+        self._rank = rank
+        self._pieces = _pieces_of(layer, rank)
+        lengths = [sum(len(rows) for rows in pieces) for pieces in self._pieces]
+        self._starts = tuple(accumulate(lengths[:-1], initial=0))
+        self._assembly = Assembly(spec.name, spec.scheme, spec.out_features, spec.in_features, starts=self._starts)
+
+    def put(self, index: int, arrays: Mapping[str, Array]) -> None:
+        """Take the roles, as stored, of the layer's part number `index`."""
+        part = self.layer.parts[index]
+        weight = canonical_module(part.module, arrays, part.row_order)
+        if self.layer.split.style == "row":
+            weight = _column_slice(weight, self._rank)
+        row = self._starts[index]
+        for rows in self._pieces[index]:
+            self._assembly.put(take_rows(weight, rows), row, module=part.module.name)
+            row += len(rows)
+
+    def finish(self, device: torch.device | None = None) -> QuantLinear:
+        """Prepare the layer, on `device`. Raises InvalidCheckpointError when rows are missing."""
+        tensors = to_torch(self._assembly.finish(), device=device)
+        del self._assembly
+        return QuantLinear(
+            self.spec, self._kernel, self._kernel.prepare(tensors, self.spec), tensors.tensors.get("bias")
+        )
 
 
-def _load_moe(
-    layer: PackedLayer, kernel: MoeKernel[Any], reader: TensorReader, rank: Rank, device: torch.device | None
-) -> QuantExperts:
-    spec = layer.spec
-    if spec.op != "moe" or spec.moe is None:
-        raise UsageError(f"{kernel.name} is a kernel for experts; {spec.name} is {spec.op}")
-    moe = spec.moe
-    w13_name, rows = f"{spec.name}.w13", 2 * moe.intermediate
-    starts = tuple({n for group in layer.w13 for n in (part.module.out_features for part in group[:-1])})
-    w13 = Assembly(w13_name, spec.scheme, rows, spec.in_features, experts=moe.experts, starts=starts)
-    w2_scheme = moe.w2_scheme or spec.scheme
-    w2 = Assembly(f"{spec.name}.w2", w2_scheme, spec.out_features, moe.intermediate, experts=moe.experts)
-    _fill_experts(w13, layer.w13, layer.stacked, moe, spec.name, reader, rank)
-    _fill_experts(w2, layer.w2, layer.stacked, moe, spec.name, reader, rank)
-    first = to_torch(w13.finish(), experts=moe.experts, device=device)
-    second = to_torch(w2.finish(), experts=moe.experts, device=device)
-    del w13, w2
-    return QuantExperts(spec, kernel, kernel.prepare(first, second, spec))
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A checkpoint module's place in a layer of experts: part `index` of `expert`'s gate-and-up or down weight."""
+
+    expert: int
+    index: int = 0
+    down: bool = False
 
 
-def _fill_experts(
-    assembly: Assembly,
-    groups: Sequence[Sequence[Part]],
-    stacked: bool,
-    moe: MoeSpec,
-    name: str,
-    reader: TensorReader,
-    rank: Rank,
-) -> None:
-    expected = 1 if stacked else moe.experts
-    if len(groups) != expected:
-        raise InvalidCheckpointError(f"{len(groups)} experts found, {expected} expected", key=name)
-    for index, parts in enumerate(groups):
-        for expert in range(moe.experts) if stacked else (index,):
-            row = 0
-            for part in parts:
-                if stacked and part.module.experts != moe.experts:
-                    raise InvalidCheckpointError(
-                        f"holds {part.module.experts} experts, {name} has {moe.experts}", key=part.module.name
-                    )
-                weight = read_canonical(part.module, reader, part.row_order, rank, expert if stacked else None)
-                assembly.put(weight, row, module=part.module.name, expert=expert)
-                row += weight.out_features
+class MoeLoader:
+    """A layer of experts that is being loaded: takes the roles of its checkpoint modules, in any order of modules.
+
+    Experts are counted as the checkpoint does; `experts` are those that this rank holds.
+    """
+
+    def __init__(self, layer: PackedLayer, kernel: MoeKernel[Any], rank: Rank = WHOLE) -> None:
+        """Raises UsageError for a layer of another kind, and when ranks cannot share the layer like this;
+        InvalidCheckpointError when experts are missing."""
+        moe = layer.spec.moe
+        if layer.spec.op != "moe" or moe is None:
+            raise UsageError(f"{kernel.name} is a kernel for experts; {layer.spec.name} is {layer.spec.op}")
+        _require_legal(layer, rank)
+        expected = 1 if layer.stacked else moe.experts
+        for groups in (layer.w13, layer.w2):
+            if len(groups) != expected:
+                raise InvalidCheckpointError(f"{len(groups)} experts found, {expected} expected", key=layer.spec.name)
+        for module in layer.modules if layer.stacked else ():
+            if module.experts != moe.experts:
+                raise InvalidCheckpointError(
+                    f"holds {module.experts} experts, {layer.spec.name} has {moe.experts}", key=module.name
+                )
+        self.layer = layer
+        self.spec = spec = rank_spec(layer.spec, layer.split, rank.tp_size, rank.ep_size)
+        assert spec.moe is not None
+        self.experts = expert_range(moe.experts, rank)
+        self._kernel = kernel
+        self._rank = rank
+        self._held = column_range(moe.intermediate, rank)
+        self._whole = moe.intermediate
+        count, inner = len(self.experts), spec.moe.intermediate
+        self._w13 = Assembly(
+            f"{spec.name}.w13", spec.scheme, 2 * inner, spec.in_features, experts=count, starts=_w13_starts(layer, rank)
+        )
+        w2_scheme = spec.moe.w2_scheme or spec.scheme
+        self._w2 = Assembly(f"{spec.name}.w2", w2_scheme, spec.out_features, inner, experts=count)
+
+    def slots(self) -> Iterator[Slot]:
+        """What has to be put."""
+        for expert in self.experts:
+            group = 0 if self.layer.stacked else expert
+            yield from (Slot(expert, index) for index in range(len(self.layer.w13[group])))
+        yield from (Slot(expert, down=True) for expert in self.experts)
+
+    def module_of(self, slot: Slot) -> ResolvedModule:
+        return self._part(slot).module
+
+    def put(self, slot: Slot, arrays: Mapping[str, Array]) -> None:
+        """Take the roles, as stored, of one module; of one expert of a stacked one, without the leading dimension."""
+        part = self._part(slot)
+        name, local = part.module.name, slot.expert - self.experts.start
+        weight = canonical_module(part.module, arrays, part.row_order)
+        if slot.down:
+            self._w2.put(_column_slice(weight, self._rank), 0, module=name, expert=local)
+        elif self._rank.tp_size == 1:
+            self._w13.put(weight, slot.index * self._whole, module=name, expert=local)
+        else:
+            fused = weight.out_features == 2 * self._whole
+            for half in (0, 1) if fused else (slot.index,):
+                first = half * self._whole if fused else 0
+                rows = range(first + self._held.start, first + self._held.stop)
+                self._w13.put(take_rows(weight, rows), half * len(self._held), module=name, expert=local)
+
+    def finish(self, device: torch.device | None = None) -> QuantExperts:
+        """Prepare the layer, on `device`. Raises InvalidCheckpointError when rows are missing."""
+        count = len(self.experts)
+        first = to_torch(self._w13.finish(), experts=count, device=device)
+        second = to_torch(self._w2.finish(), experts=count, device=device)
+        del self._w13, self._w2
+        return QuantExperts(self.spec, self._kernel, self._kernel.prepare(first, second, self.spec))
+
+    def _part(self, slot: Slot) -> Part:
+        groups = self.layer.w2 if slot.down else self.layer.w13
+        return groups[0 if self.layer.stacked else slot.expert][slot.index]
+
+
+def _require_legal(layer: PackedLayer, rank: Rank) -> None:
+    cut = cut_layer(layer, rank.tp_size)
+    if not cut.legal:
+        raise UsageError(f"{layer.spec.name} cannot be shared by {rank.tp_size} tensor-parallel ranks: {cut.problem}")
+    moe = layer.spec.moe
+    if moe is not None and moe.experts % rank.ep_size:
+        raise UsageError(f"{layer.spec.name}: {moe.experts} experts cannot be shared by {rank.ep_size} ranks")
+
+
+def _column_slice(weight: CanonicalWeight, rank: Rank) -> CanonicalWeight:
+    """What a rank of a row-parallel layer holds; outputs are added up, so only the first rank has the bias."""
+    held = take_columns(weight, column_range(weight.in_features, rank))
+    return held if rank.tp_rank == 0 else without_bias(held)
+
+
+def _w13_starts(layer: PackedLayer, rank: Rank) -> tuple[int, ...]:
+    """Rows of w13 at which a part starts."""
+    if rank.tp_size == 1:
+        return tuple({part.module.out_features for group in layer.w13 for part in group[:-1]})
+    assert layer.spec.moe is not None
+    return (layer.spec.moe.intermediate // rank.tp_size,)
+
+
+def _pieces_of(layer: PackedLayer, rank: Rank) -> tuple[tuple[range, ...], ...]:
+    """For each checkpoint module of a linear layer the runs of its canonical rows that a rank holds, in order."""
+    rows = tuple(part.module.out_features for part in layer.parts)
+    if layer.split.style != "column" or rank.tp_size == 1:
+        return tuple((range(n),) for n in rows)
+    parts = layer.spec.parts or rows
+    ranges = row_ranges(parts, layer.split, rank)
+    if len(rows) == len(parts):
+        return tuple((held,) for held in ranges)
+    if len(rows) != 1:
+        raise UsageError(f"{layer.spec.name}: {len(rows)} modules for {len(parts)} parts")
+    starts = accumulate(parts[:-1], initial=0)
+    return (tuple(range(start + held.start, start + held.stop) for start, held in zip(starts, ranges, strict=True)),)

@@ -25,7 +25,6 @@ from omniplat.reference.kernels import DequantLinear, ExpertLoop
 from omniplat.roworder import AS_IS, RowOrder
 from omniplat.runtime.assemble import Assembly
 from omniplat.runtime.load import TensorReader, load_layer
-from omniplat.runtime.slicer import Rank, slice_for_rank
 from omniplat.scheme import Scheme
 from tests.reference.build import Weights, assert_within_f32
 
@@ -200,13 +199,6 @@ def test_kernels_take_only_their_own_kind() -> None:
         load_layer(packed, ExpertLoop(), memory)
     with pytest.raises(UsageError, match="kernel for linear"):
         load_layer(replace(packed, spec=replace(packed.spec, op="moe")), DequantLinear(), memory)
-
-
-def test_a_slice_is_refused_until_there_is_one() -> None:
-    weight = Weights().canonical(Scheme.parse("mxfp4/a16"), 8, 64)
-    assert slice_for_rank(weight, Rank(tp_size=4)) is weight
-    with pytest.raises(UsageError, match="not implemented"):
-        slice_for_rank(weight, Rank(tp_rank=1, tp_size=4, split="rows"))
 
 
 # --- experts -----------------------------------------------------------------------------------------------------
