@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from omniplat.checkpoint.folder import Component
+from omniplat.checkpoint.modules import WEIGHT_LEAVES, group_modules
+from omniplat.checkpoint.tensors import FLOAT_DTYPES
 from omniplat.errors import InvalidCheckpointError, UnsupportedOptionError
 from omniplat.findings import Finding, finding
 from omniplat.formats.base import Format
-from omniplat.formats.declared import Declaration
+from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared
 from omniplat.formats.markers import header_sources, marker_sources, part_of_component
+from omniplat.formats.matching import ModuleIndex
 from omniplat.formats.metadata import Fields, metadata_sources
 
 
@@ -81,7 +84,7 @@ def _conflict(
     except InvalidCheckpointError as exc:
         difference = f"cannot be used ({exc.problem})"
     else:
-        difference = _difference(used, declaration)
+        difference = _difference(used, declaration, component)
     if not difference:
         return None
     return finding(
@@ -93,9 +96,12 @@ def _conflict(
     )
 
 
-def _difference(used: Declaration, other: Declaration) -> str:
+def _difference(used: Declaration, other: Declaration, component: Component) -> str:
     if used.format != other.format:
-        return f"is written for {other.format}, {used.file} for {used.format}"
+        # Converters leave their source's file beside their own: two dialects may say the same thing.
+        if not _same_schemes(used, other, component):
+            return f"is written for {other.format}, {used.file} for {used.format}"
+        return ""
     if used.default.scheme.id != other.default.scheme.id:
         return f"declares {other.default.scheme.id}, {used.file} declares {used.default.scheme.id}"
     mine = {(rule.kind, rule.text): rule.declared.scheme.id for rule in used.rules}
@@ -104,3 +110,40 @@ def _difference(used: Declaration, other: Declaration) -> str:
         names = sorted(text for _, text in set(mine.items()) ^ set(theirs.items()) for _, text in [_])
         return f"lists other modules ({', '.join(dict.fromkeys(names[:3]))}{', ...' if len(names) > 3 else ''})"
     return ""
+
+
+def _same_schemes(used: Declaration, other: Declaration, component: Component) -> bool:
+    """True where both declare the same for every module that is stored quantized, and there is one."""
+    modules = group_modules(component.tensors.values())
+    index = ModuleIndex(modules)
+    mine, theirs = _declared_by(used, index), _declared_by(other, index)
+    quantized = [
+        name
+        for name, module in modules.items()
+        if any(leaf in WEIGHT_LEAVES and info.dtype not in FLOAT_DTYPES for leaf, info in module.leaves.items())
+    ]
+    return bool(quantized) and all(_same(mine(name), theirs(name)) for name in quantized)
+
+
+def _declared_by(declaration: Declaration, index: ModuleIndex) -> Callable[[str], Declared]:
+    """What a declaration says of a module, as its producer reads it."""
+    assigned: dict[str, Declared] = {}
+    for rule in sorted(declaration.rules, key=lambda item: item.rank):
+        for name in rule.producer.hits(index):
+            assigned.setdefault(name, rule.declared)
+    scope = frozenset(declaration.scope.hits(index)) if declaration.scope is not None else None
+
+    def declared(name: str) -> Declared:
+        outside = scope is not None and name not in scope
+        return assigned.get(name, NOT_QUANTIZED if outside else declaration.default)
+
+    return declared
+
+
+def _same(first: Declared, second: Declared) -> bool:
+    mine, theirs = first.scheme, second.scheme
+    if mine.activation_id != theirs.activation_id:
+        return False
+    if first.open_granularity or second.open_granularity:
+        return mine.weight.element == theirs.weight.element
+    return mine.weight_id == theirs.weight_id
