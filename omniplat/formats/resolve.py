@@ -18,6 +18,7 @@ from omniplat.formats.detect import Read
 from omniplat.formats.matching import ModuleIndex
 from omniplat.formats.recognise import QUANT_LEAVES, Stored, recognise, small_values
 from omniplat.formats.resolved import DecidedBy, ResolvedModule
+from omniplat.models.family import has_suffix
 from omniplat.models.names import is_embedding, is_norm, keeps_float
 from omniplat.scheme import UNQUANTIZED, Scheme, TensorQuant
 
@@ -58,11 +59,14 @@ class _Notes:
     unsupported: dict[tuple[str, str, str], set[str]] = field(default_factory=lambda: defaultdict(set))
 
 
-def resolve_component(component: Component, read: Read) -> Resolution:
-    """Resolve every module of `component`; `read` is its metadata."""
+def resolve_component(component: Component, read: Read, floats: tuple[str, ...] = ()) -> Resolution:
+    """Resolve every module of `component`; `read` is its metadata.
+
+    `floats` are the dotted suffixes of modules that this model's family keeps in 16 bit without listing them.
+    """
     modules = group_modules(component.tensors.values())
     index = ModuleIndex(modules)
-    resolver = _Resolver(component, read, index)
+    resolver = _Resolver(component, read, index, floats)
     resolved = [item for module in modules.values() if (item := resolver.resolve(module)) is not None]
     findings = (*read.findings, *_absent_tensors(component), *resolver.findings())
     return Resolution(component, read.format, tuple(sorted(resolved, key=lambda m: m.name)), findings, index)
@@ -87,8 +91,9 @@ def _absent_tensors(component: Component) -> list[Finding]:
 class _Resolver:
     """State of one component's resolution: rule hits by reading, recognised signatures, collected notes."""
 
-    def __init__(self, component: Component, read: Read, index: ModuleIndex) -> None:
+    def __init__(self, component: Component, read: Read, index: ModuleIndex, floats: tuple[str, ...] = ()) -> None:
         self._component = component
+        self._floats = floats
         self._declaration = read.declaration
         self._has_metadata = read.has_metadata
         self._index = index
@@ -293,7 +298,8 @@ class _Resolver:
         """A 16-bit module that the dialect, or the module's nature, excludes without listing it."""
         if choice.stored.quantized or choice.rule is not None or self._declaration is None:
             return False
-        return keeps_float(name) or name in self._unlisted or not self._declaration.speaks_of_all
+        by_nature = keeps_float(name) or has_suffix(name, self._floats)
+        return by_nature or name in self._unlisted or not self._declaration.speaks_of_all
 
     def _activation(self, choice: _Choice) -> TensorQuant | None:
         """Declared activation; for a weight that contradicts its rule, the default's if that weight is the same."""

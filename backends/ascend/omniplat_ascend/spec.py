@@ -99,7 +99,7 @@ _INT8 = (
         ("mxfp4",),
         ("a16",),
         executes="a16",
-        archs=("a2", "a3"),
+        archs=_INT8_ARCHS,
         dtypes=("bf16",),
         shapes=_LINEAR_AXES,
         requires=(_TORCH_NPU,),
@@ -299,6 +299,7 @@ SPEC = BackendSpec(
         "npu_quant_matmul keeps 19 bits of an f32 scale where no per-token scale is given and the output is not bf16",
         "weights of dual-level and grouped matmuls lie in the NZ format and lose it on the way through the CPU",
         "MX scales are padded to an even number of groups",
+        "no schema of the vendor's ops names 310p: nothing is declared for it",
     ),
     not_supported=(
         NotSupported("nvfp4", "never", "no unit for groups of 16 with e4m3 scales"),
