@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import omniplat
 from omniplat.checkpoint.folder import open_checkpoint
 from omniplat.formats.base import expand_fused
 from omniplat.formats.detect import read_metadata
@@ -278,3 +279,15 @@ def test_a_stack_without_its_up_projection_is_refused(tmp_path: Path) -> None:
     modules = {"l.0.experts.gate_proj": (4, 96, 256), "l.0.experts.down_proj": (4, 256, 96)}
     result = packed(tmp_path, Example("", {"model_type": "qwen3_moe"}, modules, {}))
     assert ("missing-tensor", "error") in codes(result)
+
+
+# -- what stays in 16 bit by construction ---------------------------------------------------------------
+
+
+def test_a_projection_that_no_producer_quantizes_contradicts_nothing(tmp_path: Path) -> None:
+    names = ["model.layers.61.eh_proj", "model.layers.61.self_attn.o_proj", "model.layers.61.mlp.gate"]
+    config = {"model_type": "deepseek_v3", "quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}
+    write_checkpoint(tmp_path, config, {f"{name}.weight": bf16(64, 64) for name in names})
+    plan = omniplat.plan(tmp_path, "cpu")
+    blamed = {name for item in plan.findings if item.code == "tensors-contradict-config" for name in item.modules}
+    assert blamed == {"model.layers.61.self_attn.o_proj"}
