@@ -163,7 +163,9 @@ def int_mm_is_exact() -> bool:
 def has_bf16_units() -> bool:
     """True where bf16 matrix products run in hardware (AVX512-BF16 or AMX) and accumulate in float32."""
     probe = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    return bool(probe is not None and probe() and torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    if probe is None or "512" not in torch.backends.cpu.get_cpu_capability():
+        return False
+    return bool(probe() and torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def _is_exact_in_bf16(
