@@ -19,6 +19,8 @@ from omniplat.formats.unpack_codes import StoredModule
 from omniplat.scheme import Scheme, low_rank_base
 
 _WARP_N, _WARP_K = 128, 64
+#: K is loaded two tiles at a time, and vectors along K in runs of as many entries as a tile has rows.
+_UNROLLED_K = 128
 _PAIR = 16
 
 
@@ -28,8 +30,8 @@ def residual(m: StoredModule) -> StoredModule:
     if base is None:
         raise m.error(f"{m.scheme.weight_id} has no low-rank form")
     tiled = m.storage.packing == WARP_TILES
-    if tiled and (m.n % _WARP_N or m.k % _WARP_K):
-        raise m.error(f"{m.n} x {m.k} does not fill tiles of {_WARP_N} x {_WARP_K}")
+    if tiled and (m.n % _WARP_N or m.k % _UNROLLED_K):
+        raise m.error(f"{m.n} x {m.k} does not fill tiles of {_WARP_N} x {_UNROLLED_K}")
     codes, scale = m.get("codes").view(np.uint8), m.get("scale")
     groups = m.k // base.group_size
     if codes.shape != (m.n, m.k // 2):

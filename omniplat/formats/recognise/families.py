@@ -5,7 +5,7 @@ from __future__ import annotations
 from omniplat.checkpoint.tensors import FLOAT_DTYPES, GGUF_PREFIX
 from omniplat.formats.recognise.ascend import MARKS, container8, numbers, transformation
 from omniplat.formats.recognise.draft import E8M0_DTYPES, Draft, Stored
-from omniplat.formats.recognise.svdquant import low_rank
+from omniplat.formats.recognise.svdquant import SVDQUANT_MARKS, low_rank
 from omniplat.formats.recognise.tiles import comfy, is_tiled, tiled_fp4, undetermined_fp4
 from omniplat.formats.recognise.unpacked import FLOAT8, float8
 from omniplat.scheme import TensorQuant, parse_weight_id
@@ -18,7 +18,7 @@ def of_another_family(draft: Draft) -> Stored | None:
     """How the module is stored where one of these families wrote it; None otherwise."""
     leaves = draft.leaves
     if "qweight" in leaves:
-        return low_rank(draft, leaves["qweight"]) if "wscales" in leaves else None
+        return None if SVDQUANT_MARKS.isdisjoint(leaves) else low_rank(draft, leaves["qweight"])
     weight = leaves.get("weight")
     if weight is None or len(weight.shape) != 2:
         return None

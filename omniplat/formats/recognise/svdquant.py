@@ -11,6 +11,9 @@ from omniplat.scheme import parse_weight_id
 #: Packings: rows as every other 4-bit format (vllm-omni), or tiles of a warp's matrix instruction (nunchaku).
 ROWS, WARP_TILES = "svdquant_rows", "svdquant_tiles"
 
+#: Leaves that no other format puts beside a `qweight`.
+SVDQUANT_MARKS = frozenset({"wscales", "proj_down", "lora_down", "smooth_factor"})
+
 _LAYOUT_UNKNOWN = "no metadata says whether the codes lie in rows or in tiles of matrix instructions"
 #: (dtypes of the scale) -> (weight id, columns of a group)
 _KINDS = {"F8_E4M3": ("svdq-nvfp4", 16), "BF16": ("svdq-int4-g64", 64), "F16": ("svdq-int4-g64", 64)}
