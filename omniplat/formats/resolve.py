@@ -254,7 +254,8 @@ class _Resolver:
 
     def _from_headers(self, module: Module, stored: Stored) -> ResolvedModule:
         hint = _hint_from_headers(module, stored)
-        if hint is not None:
+        # a hint that only repeats what was seen is no metadata: it must not settle what headers leave open
+        if hint is not None and not stored.unsupported:
             stored = self._recognise(module, hint) or stored
         choice = _Choice(hint or NOT_QUANTIZED, None, "", stored, True)
         problems = self._note_state(module, choice)
