@@ -22,6 +22,9 @@ from omniplat.models.family import has_suffix
 from omniplat.models.names import is_embedding, is_norm, keeps_float
 from omniplat.scheme import UNQUANTIZED, Scheme, TensorQuant
 
+#: Entries of one list that match nothing and are reported one by one; the rest are counted.
+MAX_IDLE_RULES = 5
+
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
@@ -368,21 +371,25 @@ class _Resolver:
             if rule.must_hit:
                 by_list[rule.kind].append(rule)
         found: list[Finding] = []
-        for rules in by_list.values():
+        for kind, rules in by_list.items():
             idle = [rule for rule in rules if not any(self._hits[rule.key].values())]
-            excused = [rule for rule in idle if self._is_tied_head(rule)]
-            reported = [rule for rule in idle if rule not in excused]
+            reported = [rule for rule in idle if not self._is_tied_head(rule)]
             severity = "error" if reported and len(idle) == len(rules) else "warning"
-            for rule in reported:
-                found.append(
-                    finding(
-                        "rule-matches-nothing", f"{rule.key} matches no module of this checkpoint under any reading",
-                        severity=severity, component=self._component.name,
-                        file=self._declaration.file if self._declaration else "", rule=rule.key,
-                        fix=self._nearest(rule),
-                    )
-                )  # fmt: skip
+            found += [self._idle(rule, severity) for rule in reported[:MAX_IDLE_RULES]]
+            if len(reported) > MAX_IDLE_RULES:
+                others = len(reported) - MAX_IDLE_RULES
+                message = f"{others} more of {len(rules)} entries match no module, such as {reported[-1].key}"
+                found.append(self._finding("rule-matches-nothing", message, severity=severity, rule=kind))
         return found
+
+    def _idle(self, rule: Rule, severity: str) -> Finding:
+        message = f"{rule.key} matches no module of this checkpoint under any reading"
+        return self._finding("rule-matches-nothing", message, severity=severity, rule=rule.key, fix=self._nearest(rule))
+
+    def _finding(self, code: str, message: str, *, severity: str, rule: str, fix: str = "") -> Finding:
+        file = self._declaration.file if self._declaration is not None else ""
+        component = self._component.name
+        return finding(code, message, severity=severity, component=component, file=file, rule=rule, fix=fix)
 
     def _is_tied_head(self, rule: Rule) -> bool:
         """lm_head needs no tensor of its own when the embedding is tied."""
@@ -397,10 +404,9 @@ class _Resolver:
         """A module that shares the longest dotted suffix with a literal entry, as a suggestion."""
         parts = rule.text.split(".")
         for start in range(1, len(parts)):
-            tail = ".".join(parts[start:])
-            near = next((name for name in self._index.names if name == tail or name.endswith("." + tail)), "")
+            near = self._index.paths_ending_with("." + ".".join(parts[start:]))
             if near:
-                return f"did it mean {near}?"
+                return f"did it mean {min(near)}?"
         return "remove it, or write it in the checkpoint's own names"
 
 
