@@ -39,8 +39,7 @@ def test_columns_are_those_of_the_whole(weight: CanonicalWeight, tp: int) -> Non
         if weight.in_features % tp or "group_index" in weight.tensors:
             return
         with pytest.raises(UsageError, match="cut there"):
-            for rank in range(tp):
-                take_columns(weight, column_range(weight.in_features, Rank(rank, tp)))
+            take_columns(weight, column_range(weight.in_features, Rank(0, tp)))
         return
     for rank in range(tp):
         columns = column_range(weight.in_features, Rank(rank, tp))
@@ -59,8 +58,7 @@ def test_rows_are_those_of_the_whole(weight: CanonicalWeight, tp: int) -> None:
         return
     if not legal:
         with pytest.raises(UsageError, match="cut there"):
-            for rank in range(tp):
-                take_rows(weight, row_ranges((weight.out_features,), Split("column"), Rank(rank, tp))[0])
+            take_rows(weight, row_ranges((weight.out_features,), Split("column"), Rank(0, tp))[0])
         return
     for rank in range(tp):
         (rows,) = row_ranges((weight.out_features,), Split("column"), Rank(rank, tp))

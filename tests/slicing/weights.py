@@ -42,7 +42,7 @@ def columns_unit(scheme: Scheme) -> int:
 
 
 def make(scheme: Scheme, rows: int, columns: int, seed: int, *, extras: bool = True) -> CanonicalWeight:
-    """A random weight. With `extras` it also has a bias, and what its scheme allows of a group order and a pre_scale."""
+    """A random weight. With `extras` it also has a bias and, for odd seeds of integer groups, a group order."""
     made = Weights(seed)
     base = low_rank_base(scheme.weight)
     quantized = replace(scheme, weight=base) if base is not None else scheme
@@ -126,7 +126,7 @@ def stored(weight: CanonicalWeight) -> tuple[dict[str, Array], Storage]:
 def linear_layer(
     memory: Memory, parts: Mapping[str, CanonicalWeight], split: Split, rows: tuple[int, ...] = ()
 ) -> PackedLayer:
-    """A layer of the `parts` in canonical order; `rows` are those of the spec's parts where one module holds several."""
+    """A layer of the `parts`; `rows` are those of the spec's parts where one module holds several."""
     first = next(iter(parts.values()))
     counts = rows or tuple(weight.out_features for weight in parts.values())
     bias = any("bias" in weight.tensors for weight in parts.values())
