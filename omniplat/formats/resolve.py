@@ -7,7 +7,7 @@ what the headers show is taken. Where readings differ, or none agrees, a finding
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from omniplat.checkpoint.folder import Component
@@ -101,8 +101,11 @@ class _Resolver:
         self._has_metadata = read.has_metadata
         self._index = index
         self._notes = _Notes()
-        self._recognised: dict[tuple[object, object, Declared | None], Stored | None] = {}
-        self._small: dict[str, tuple[tuple[str, bytes], ...]] = {}
+        self._looks: dict[object, int] = {}
+        self._kinds: dict[str, int] = {}
+        self._recognised: dict[tuple[int, Declared | None], Stored | None] = {}
+        # Rules hold their Declared for as long as the resolver lives, so an id names one.
+        self._agreeing: dict[tuple[int, tuple[int, ...]], tuple[Stored | None, ...]] = {}
         self._hits: dict[str, dict[str, frozenset[str]]] = {}
         self._assigned: dict[str, dict[str, Rule]] = {reading: {} for reading in READINGS}
         self._scope: frozenset[str] | None = None
@@ -142,12 +145,18 @@ class _Resolver:
 
     # -- choosing a reading -------------------------------------------------------------------------
 
+    def _kind(self, module: Module) -> int:
+        """A number that modules share which no header and no small metadata tensor tells apart."""
+        kind = self._kinds.get(module.name)
+        if kind is None:
+            look = (module.signature, small_values(module.leaves, self._component.read_small))
+            kind = self._kinds[module.name] = self._looks.setdefault(look, len(self._looks))
+        return kind
+
     def _recognise(self, module: Module, hint: Declared | None) -> Stored | None:
-        small = self._small.get(module.name)
-        if small is None:
-            small = self._small[module.name] = small_values(module.leaves, self._component.read_small)
-        key = (module.signature, small, hint)
+        key = (self._kind(module), hint)
         if key not in self._recognised:
+            small = small_values(module.leaves, self._component.read_small)
             self._recognised[key] = recognise(module.leaves, hint, dict(small))
         return self._recognised[key]
 
@@ -160,29 +169,35 @@ class _Resolver:
         return declaration.default, None
 
     def _choose(self, module: Module, declaration: Declaration) -> _Choice:
-        options = {reading: self._declared_for(module.name, reading, declaration) for reading in READINGS}
-        choice: _Choice | None = None
-        disagreeing: list[tuple[str, Rule | None]] = []
-        for reading in READINGS:
-            declared, rule = options[reading]
-            stored = self._recognise(module, declared)
-            assert stored is not None  # a module that has a matrix has one under every hint
-            if not _agrees(declared, stored):
-                disagreeing.append((reading, rule))
-            elif choice is None:
-                choice = _Choice(_settled(declared, stored), rule, reading, stored, True)
-        if choice is None:
+        options = [self._declared_for(module.name, reading, declaration) for reading in READINGS]
+        key = (self._kind(module), tuple(id(declared) for declared, _ in options))
+        if key not in self._agreeing:
+            self._agreeing[key] = tuple(self._agreed(module, declared) for declared, _ in options)
+        agreed = self._agreeing[key]
+        position = next((i for i, stored in enumerate(agreed) if stored is not None), None)
+        if position is None:
             return self._contradicted(module, options)
-        for _, rule in disagreeing:
-            self._note_reading(module.name, rule, choice)
-        if not disagreeing and len({id(rule) for _, rule in options.values()}) == 1:
+        declared, rule = options[position]
+        stored = agreed[position]
+        assert stored is not None
+        choice = _Choice(_settled(declared, stored), rule, READINGS[position], stored, True)
+        for (_, other), agreement in zip(options, agreed, strict=True):
+            if agreement is None:
+                self._note_reading(module.name, other, choice)
+        if None not in agreed and all(other is rule for _, other in options):
             choice.reading = ""
         return choice
 
-    def _contradicted(self, module: Module, options: Mapping[str, tuple[Declared, Rule | None]]) -> _Choice:
+    def _agreed(self, module: Module, declared: Declared) -> Stored | None:
+        """The module as its headers show it in the light of `declared`; None where they show something else."""
+        stored = self._recognise(module, declared)
+        assert stored is not None  # a module that has a matrix has one under every hint
+        return stored if _agrees(declared, stored) else None
+
+    def _contradicted(self, module: Module, options: Sequence[tuple[Declared, Rule | None]]) -> _Choice:
         """No reading agrees with the headers: keep the producer's, and look at the tensors with the best hint."""
-        declared, rule = options[READINGS[0]]
-        hints = [option for option, _ in options.values() if option.quantizes]
+        declared, rule = options[0]
+        hints = [option for option, _ in options if option.quantizes]
         default = self._declaration.default if self._declaration is not None else NOT_QUANTIZED
         hint = next(iter(hints), default if default.quantizes else None)
         stored = self._recognise(module, hint)
