@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from omniplat.api import load as load
     from omniplat.api import plan as plan
     from omniplat.detect import detect_devices as devices
-    from omniplat.info import backend_reports as backends
     from omniplat.document import Plan as Plan
+    from omniplat.info import backend_reports as backends
     from omniplat.scheme import Scheme as Scheme
 
 #: public name -> "module" or "module:attribute".

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omniplat.backend import BackendSpec, NotSupported
+from omniplat.backend import BackendSpec
 from omniplat.capability import Capability
 
 #: Weights whose values the row decoder of `decode.py` knows.
@@ -103,6 +103,5 @@ SPEC = BackendSpec(
     probe="omniplat.reference.probe:probe",
     install='pip install "omniplat[cpu]"',
     distributions=("torch>=2.6",),
-    not_supported=(
-    ),
+    not_supported=(),
 )
