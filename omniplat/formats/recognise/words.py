@@ -68,7 +68,8 @@ def integer_columns(draft: Draft, weight: TensorInfo) -> Stored:
     symmetric = zero is None or hinted is None or hinted.symmetric
     quant = grouped(f"{'int' if symmetric else 'uint'}4", k, groups, scale, hinted, symmetric)
     packing = hint.packing if hint is not None and hint.packing in ("awq", "int32_n") else "awq"
-    stored = draft.finish(quant, packing, "I32", n, k)
+    problem = "" if hint is not None else "integer codes without metadata: the order inside the words is not known"
+    stored = draft.finish(quant, packing, "I32", n, k, problem=problem)
     return replace(stored, storage=replace(stored.storage, twos_complement=symmetric))
 
 
