@@ -245,7 +245,7 @@ def test_ranks_of_experts_add_up(scheme: Scheme, tp: int, ep: int, form: str, in
             y = rounded @ dequantized(down).T + down.tensors.get("bias", np.zeros(hidden))
             expected[row] += probabilities[row, slot] * y[0]
     # float32 between the two products: a value on the edge between two codes may be rounded either way
-    allowed = 1e-5 if scheme.activation is None else 0.05
+    allowed = 1e-5 if scheme.activation is None else 0.08
     assert np.linalg.norm(total - expected) <= allowed * np.linalg.norm(expected)
 
 

@@ -55,6 +55,8 @@ def make(scheme: Scheme, rows: int, columns: int, seed: int, *, extras: bool = T
         }
     else:
         tensors = dict(made.canonical(quantized, rows, columns).tensors)
+    if scheme.activation is not None and scheme.activation.second_scale == "global":
+        tensors["input_global_scale"] = np.array([0.05], np.float32)
     pre_scale = scheme.pre_scale
     if base is not None:
         tensors["low_rank_down"], tensors["low_rank_up"] = made.values(columns, 3), made.values(rows, 3)
