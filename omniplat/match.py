@@ -35,10 +35,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The chosen capability (None when no one accepts) and the answers of all that were asked."""
+    """The chosen capability (None when no one accepts) and the answers of all that were asked.
+
+    `alternative` is what runs the layer where the chosen one refuses its values: a re-encoding depends on scales.
+    `faster` is what the other preference would choose, None where it would choose the same.
+    """
 
     chosen: Candidate | None
     candidates: tuple[Candidate, ...]
+    alternative: Candidate | None = None
+    faster: Candidate | None = None
 
 
 def decide(capability: Capability, spec: LayerSpec, device: Device, policy: Policy) -> Decision:
@@ -91,9 +97,18 @@ def match(spec: LayerSpec, capabilities: Sequence[Capability], device: Device, p
     accepted = [item for item in candidates if isinstance(item.decision, Accepted)]
     if not accepted:
         return Match(None, candidates)
+    chosen = _best(accepted, policy.prefer)
+    fixed = [item for item in accepted if not item.capability.via]
+    alternative = _best(fixed, policy.prefer) if chosen.capability.via and fixed else None
+    faster = _best(accepted, "speed")
+    return Match(chosen, candidates, alternative, faster if faster is not chosen else None)
+
+
+def _best(accepted: Sequence[Candidate], prefer: str) -> Candidate:
+    """What stays within the stored size comes first unless speed is preferred; then priority, then name."""
 
     def order(item: Candidate) -> tuple[bool, int, str]:
-        grows = policy.prefer == "memory" and item.capability.resident > 1.0
+        grows = prefer == "memory" and item.capability.resident > 1.0
         return grows, -item.capability.priority, item.capability.name
 
-    return Match(min(accepted, key=order), candidates)
+    return min(accepted, key=order)

@@ -23,7 +23,7 @@ from omniplat.formats.resolve import Resolution, resolve_component
 from omniplat.formats.resolved import ResolvedModule
 from omniplat.layer import LayerSpec
 from omniplat.legality import TP_SIZES, Cut, cut_layer, rank_spec
-from omniplat.match import Match, Policy, match
+from omniplat.match import Candidate, Match, Policy, match
 from omniplat.models.family import Family
 from omniplat.packed import PackedLayer
 from omniplat.packing import Packed, family_of, pack
@@ -148,6 +148,18 @@ def _details(scheme: Scheme) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What planning found for one layer. `faster` is the candidate that the other preference would choose."""
+
+    status: str
+    capability: Capability | None = None
+    executes: str | None = None
+    trace: tuple[PlanTrace, ...] = ()
+    alternative: str | None = None
+    faster: Candidate | None = None
+
+
 class _ComponentPlanner:
     """Plans the layers of one component; equal layers are matched once."""
 
@@ -158,69 +170,74 @@ class _ComponentPlanner:
         self._notes: dict[tuple[str, str], list[str]] = defaultdict(list)
 
     def plan(self, layer: PackedLayer) -> PlannedLayer:
-        spec, target = layer.spec, self._target
-        modules = layer.modules
+        spec, modules = layer.spec, layer.modules
         tp_cuts = {size: cut_layer(layer, size) for size in TP_SIZES}
-        ep = tuple(_divisors(spec.moe.experts)) if spec.moe is not None else ()
         status = self._status(layer)
-        problem = self._parallel_problem(layer, tp_cuts)
-        legal_tp = self._legal_tp(layer, tp_cuts, status)
-        capability: Capability | None = None
-        executes: str | None = None
-        trace: tuple[PlanTrace, ...] = ()
-        if status == "unquantized":
-            # The model's own linear layer runs it; there is nothing to dispatch.
-            executes = spec.scheme.id
-            status = "unsupported" if problem else status
-        elif status == "ok":
-            outcome = self._match(rank_spec(spec, layer.split, target.tp, target.ep))
-            chosen = outcome.chosen
-            trace = _trace(outcome, target.spec)
-            if chosen is None or problem:
-                status = "unsupported"
-            else:
-                capability = chosen.capability
-                assert isinstance(chosen.decision, Accepted)
-                executes = chosen.decision.executes
-            if chosen is None:
-                self._notes["unsupported-combination", _unsupported(spec, target)] += [m.name for m in modules]
-            elif executes is not None:
-                self._note_activation(spec, executes, modules)
-        elif status == "unsupported":
-            trace = tuple(
-                PlanTrace(target.spec.name, {"rule": "scheme", "needed": "a documented scheme", "found": reason})
-                for reason in sorted({text for module in modules for text in module.problems})
-            )
+        answer = self._answer(layer, status, self._parallel_problem(layer, tp_cuts))
+        capability = answer.capability
         first = modules[0]
         stored = sum(module.stored_bytes for module in modules) // self._shares(layer)
         resident = int(stored * capability.resident) if capability is not None else stored
+        if answer.faster is not None:
+            self._note_faster(layer, answer.faster, stored, resident)
         document = PlanLayer(
-            spec.name,
-            spec.component,
-            spec.op,
-            tuple(sorted(module.name for module in modules)),
-            _shape(spec),
-            _joined(layer, declared=True),
-            _joined(layer, declared=False) or "",
-            executes,
-            _details(spec.scheme),
-            status,
-            first.storage.container,
-            first.stored_dtype,
-            legal_tp,
-            ep,
-            PlanRule(first.decided_by.file, first.decided_by.rule, first.decided_by.reading),
-            target.spec.name if capability is not None else None,
-            capability.name if capability is not None else None,
-            (capability.via or None) if capability is not None else None,
-            capability.variants if capability is not None else (),
-            None,
-            trace,
-            stored,
-            resident,
-            resident + max(module.stored_bytes for module in modules),
+            name=spec.name,
+            component=spec.component,
+            op=spec.op,
+            modules=tuple(sorted(module.name for module in modules)),
+            shape=_shape(spec),
+            declared=_joined(layer, declared=True),
+            stored=_joined(layer, declared=False) or "",
+            executes=answer.executes,
+            details=_details(spec.scheme),
+            status=answer.status,
+            container=first.storage.container,
+            stored_dtype=first.stored_dtype,
+            legal_tp=self._legal_tp(layer, tp_cuts, status),
+            legal_ep=tuple(_divisors(spec.moe.experts)) if spec.moe is not None else (),
+            decided_by=PlanRule(first.decided_by.file, first.decided_by.rule, first.decided_by.reading),
+            backend=self._target.spec.name if capability is not None else None,
+            kernel=capability.name if capability is not None else None,
+            via=(capability.via or None) if capability is not None else None,
+            variants=capability.variants if capability is not None else (),
+            alternative=answer.alternative,
+            trace=answer.trace,
+            stored_bytes=stored,
+            resident_bytes=resident,
+            peak_load_bytes=resident + max(module.stored_bytes for module in modules),
         )
         return PlannedLayer(document, layer, capability)
+
+    def _answer(self, layer: PackedLayer, status: str, parallel_problem: str) -> _Answer:
+        """Which kernel runs the layer, or why none does; findings about it are noted."""
+        spec, target, modules = layer.spec, self._target, layer.modules
+        if status == "unquantized":
+            # The model's own linear layer runs it; there is nothing to dispatch.
+            return _Answer("unsupported" if parallel_problem else status, executes=spec.scheme.id)
+        if status == "unsupported":
+            reasons = sorted({text for module in modules for text in module.problems})
+            needed = {"rule": "scheme", "needed": "a documented scheme"}
+            return _Answer(status, trace=tuple(PlanTrace(target.spec.name, needed | {"found": r}) for r in reasons))
+        if status != "ok":
+            return _Answer(status)
+        outcome = self._match(rank_spec(spec, layer.split, target.tp, target.ep))
+        trace = _trace(outcome, target.spec)
+        if outcome.chosen is None:
+            self._notes["unsupported-combination", _unsupported(spec, target)] += [m.name for m in modules]
+            return _Answer("unsupported", trace=trace)
+        if parallel_problem:
+            return _Answer("unsupported", trace=trace)
+        decision = outcome.chosen.decision
+        assert isinstance(decision, Accepted)
+        self._note_activation(spec, decision.executes, modules)
+        return _Answer(
+            status,
+            outcome.chosen.capability,
+            decision.executes,
+            trace,
+            outcome.alternative.capability.name if outcome.alternative is not None else None,
+            outcome.faster,
+        )
 
     def _status(self, layer: PackedLayer) -> str:
         if layer.spec.name in self._packed.invalid or any(m.status == "invalid" for m in layer.modules):
@@ -267,6 +284,18 @@ class _ComponentPlanner:
             target = self._target
             self._matches[key] = match(spec, target.spec.capabilities, target.device, target.policy)
         return self._matches[key]
+
+    def _note_faster(self, layer: PackedLayer, faster: Candidate, stored: int, resident: int) -> None:
+        """What the other preference would choose, and what it would cost."""
+        assert isinstance(faster.decision, Accepted)
+        capability = faster.capability
+        larger = int(stored * capability.resident)
+        via = f" via {capability.via}" if capability.via else ""
+        message = (
+            f"--prefer speed would run {layer.spec.scheme.id} on {capability.name}{via} as {faster.decision.executes}, "
+            f"in {larger / max(resident, 1):.2g} times the memory"
+        )
+        self._notes["faster-option", message] += [module.name for module in layer.modules]
 
     def _note_activation(self, spec: LayerSpec, executes: str, modules: Sequence[ResolvedModule]) -> None:
         declared, executed = spec.scheme.activation_id, executes.partition("/")[2]
