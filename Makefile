@@ -24,10 +24,10 @@ demo: $(VENV)/.with-cpu
 
 # One thread in each worker: two processes of pytest-xdist share the cores already.
 test: $(VENV)/.with-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --ignore=tests/corpus $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --ignore=tests/corpus --ignore=tests/cases $(PYTEST_ARGS)
 
 corpus: $(VENV)/.with-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/corpus $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/corpus tests/cases $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python docs/generate.py --corpus --check
 
 lint: $(VENV)/.with-dev
