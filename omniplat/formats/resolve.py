@@ -8,22 +8,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from omniplat.checkpoint.folder import Component
 from omniplat.checkpoint.modules import Module, group_modules
 from omniplat.findings import Finding, finding
 from omniplat.formats.declared import NOT_QUANTIZED, READINGS, Declaration, Declared, Rule
 from omniplat.formats.detect import Read
+from omniplat.formats.idle import idle_findings
 from omniplat.formats.matching import ModuleIndex
+from omniplat.formats.notes import Notes
 from omniplat.formats.recognise import QUANT_LEAVES, Stored, recognise, small_values
 from omniplat.formats.resolved import DecidedBy, ResolvedModule
 from omniplat.models.family import has_suffix
 from omniplat.models.names import is_embedding, is_norm, keeps_float
 from omniplat.scheme import UNQUANTIZED, Scheme, TensorQuant
-
-#: Entries of one list that match nothing and are reported one by one; the rest are counted.
-MAX_IDLE_RULES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +45,6 @@ class _Choice:
     reading: str
     stored: Stored
     agrees: bool
-
-
-@dataclass(slots=True)
-class _Notes:
-    """Modules collected per kind of finding while modules are resolved one by one."""
-
-    overreach: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    differ: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    contradict: dict[tuple[str, str, str, str], set[str]] = field(default_factory=lambda: defaultdict(set))
-    missing: dict[tuple[str, ...], set[str]] = field(default_factory=lambda: defaultdict(set))
-    unexpected: dict[tuple[str, ...], set[str]] = field(default_factory=lambda: defaultdict(set))
-    group: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    inferred: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    unsupported: dict[tuple[str, str, str], set[str]] = field(default_factory=lambda: defaultdict(set))
 
 
 def resolve_component(component: Component, read: Read, floats: tuple[str, ...] = ()) -> Resolution:
@@ -100,7 +85,7 @@ class _Resolver:
         self._declaration = read.declaration
         self._has_metadata = read.has_metadata
         self._index = index
-        self._notes = _Notes()
+        self._notes = Notes()
         self._looks: dict[object, int] = {}
         self._kinds: dict[str, int] = {}
         self._recognised: dict[tuple[int, Declared | None], Stored | None] = {}
@@ -207,11 +192,13 @@ class _Resolver:
     def _note_reading(self, name: str, rule: Rule | None, choice: _Choice) -> None:
         """One reading disagrees with the headers where another agrees: too wide, or not understood."""
         if rule is not None and rule is not choice.rule and name not in self._hits[rule.key]["literal"]:
-            self._notes.overreach[rule.key].add(name)
+            fix = "end the entry where the module's name ends"
+            self._notes.add(name, "rule-overreach", file=self._file, rule=rule.key, fix=fix)
             return
         blamed = choice.rule or rule
         if blamed is not None:
-            self._notes.differ[blamed.key].add(name)
+            fix = _unambiguous(blamed)
+            self._notes.add(name, "rule-readings-differ", file=self._file, rule=blamed.key, fix=fix)
 
     # -- what is wrong with one module --------------------------------------------------------------
 
@@ -219,10 +206,11 @@ class _Resolver:
         stored, name = choice.stored, module.name
         problems: list[str] = []
         if stored.quantized and stored.missing:
-            self._notes.missing[stored.missing].add(name)
-            problems.append(f"missing {', '.join(stored.missing)}")
+            leaves = ", ".join(stored.missing)
+            self._notes.add(name, "missing-tensor", detail=leaves)
+            problems.append(f"missing {leaves}")
         if stored.group_problem:
-            self._notes.group[stored.group_problem].add(name)
+            self._notes.add(name, "group-not-divisible", detail=stored.group_problem)
             problems.append(stored.group_problem)
         if stored.problem:
             self._note_contradiction("error", stored.problem, name, choice)
@@ -230,10 +218,10 @@ class _Resolver:
         elif not choice.agrees and not stored.missing:
             self._contradiction(name, choice)
         if stored.unexplained:
-            self._notes.unexpected[stored.unexplained].add(name)
+            self._notes.add(name, "unexpected-tensor", detail=", ".join(stored.unexplained))
         if not problems and (reason := _unsupported(choice)):
             place = self._place(name, choice)
-            self._notes.unsupported[place.file, place.rule, reason].add(name)
+            self._notes.add(name, "unsupported-option", file=place.file, rule=place.rule, detail=reason)
             problems.append(reason)
         return tuple(problems)
 
@@ -251,7 +239,9 @@ class _Resolver:
 
     def _note_contradiction(self, severity: str, message: str, name: str, choice: _Choice) -> None:
         place = self._place(name, choice)
-        self._notes.contradict[(severity, place.file, place.rule, message)].add(name)
+        self._notes.add(
+            name, "tensors-contradict-config", severity=severity, file=place.file, rule=place.rule, detail=message
+        )
 
     def _place(self, name: str, choice: _Choice) -> DecidedBy:
         declaration = self._declaration
@@ -266,7 +256,7 @@ class _Resolver:
     def _note_orphans(self, module: Module) -> None:
         orphans = tuple(leaf for leaf in module.leaves if leaf in QUANT_LEAVES)
         if orphans:
-            self._notes.unexpected[orphans].add(module.name)
+            self._notes.add(module.name, "unexpected-tensor", detail=", ".join(orphans))
 
     # -- results ------------------------------------------------------------------------------------
 
@@ -278,7 +268,7 @@ class _Resolver:
         choice = _Choice(hint or NOT_QUANTIZED, None, "", stored, True)
         problems = self._note_state(module, choice)
         if stored.quantized and stored.weight is not None:
-            self._notes.inferred[_stored_id(stored)].add(module.name)
+            self._notes.add(module.name, "inferred-from-headers", detail=_stored_id(stored))
         return self._build(module, choice, problems)
 
     def _build(self, module: Module, choice: _Choice, problems: tuple[str, ...]) -> ResolvedModule:
@@ -329,100 +319,13 @@ class _Resolver:
         return default.scheme.activation if same else None
 
     def findings(self) -> list[Finding]:
-        notes, component = self._notes, self._component.name
-        file = self._declaration.file if self._declaration is not None else ""
-        found: list[Finding] = []
-        for key, names in sorted(notes.overreach.items()):
-            found.append(
-                finding(
-                    "rule-overreach",
-                    f"{key} also matches {len(names)} module(s) that it does not name; their tensors decided",
-                    component=component, file=file, rule=key, modules=names,
-                    fix="end the entry where the module's name ends",
-                )
-            )  # fmt: skip
-        for key, names in sorted(notes.differ.items()):
-            found.append(
-                finding(
-                    "rule-readings-differ",
-                    f"{key} means different things to the tool that wrote it and to the engines that read it; "
-                    f"the tensors of {len(names)} module(s) decided",
-                    component=component, file=file, rule=key, modules=names, fix=_unambiguous(self._rules.get(key)),
-                )
-            )  # fmt: skip
-        for (severity, where, rule, message), names in sorted(notes.contradict.items()):
-            found.append(
-                finding("tensors-contradict-config", message, severity=severity, component=component, file=where,
-                        rule=rule, modules=names)
-            )  # fmt: skip
-        for leaves, names in sorted(notes.missing.items()):
-            example = f"{min(names)}.{leaves[0]}"
-            found.append(
-                finding("missing-tensor", f"{example} is in no shard (needed: {', '.join(leaves)})",
-                        component=component, modules=names)
-            )  # fmt: skip
-        for leaves, names in sorted(notes.unexpected.items()):
-            found.append(
-                finding("unexpected-tensor", f"no role explains {', '.join(leaves)} of {min(names)}",
-                        component=component, modules=names)
-            )  # fmt: skip
-        for problem, names in sorted(notes.group.items()):
-            found.append(finding("group-not-divisible", problem, component=component, modules=names))
-        for (where, rule, reason), names in sorted(notes.unsupported.items()):
-            found.append(
-                finding("unsupported-option", reason, component=component, file=where, rule=rule, modules=names)
-            )
-        for scheme, names in sorted(notes.inferred.items()):
-            found.append(
-                finding("inferred-from-headers", f"no metadata; the tensors show {scheme}", component=component,
-                        modules=names)
-            )  # fmt: skip
-        return found + self._unmatched()
+        idle = {key for key, hits in self._hits.items() if not any(hits.values())}
+        found = self._notes.findings(self._component.name)
+        return found + idle_findings(self._component, self._file, self._rules.values(), idle, self._index)
 
-    def _unmatched(self) -> list[Finding]:
-        """Rules that hit nothing; an error when no rule of their list hits anything."""
-        by_list: dict[str, list[Rule]] = defaultdict(list)
-        for rule in self._rules.values():
-            if rule.must_hit:
-                by_list[rule.kind].append(rule)
-        found: list[Finding] = []
-        for kind, rules in by_list.items():
-            idle = [rule for rule in rules if not any(self._hits[rule.key].values())]
-            reported = [rule for rule in idle if not self._is_tied_head(rule)]
-            severity = "error" if reported and len(idle) == len(rules) else "warning"
-            found += [self._idle(rule, severity) for rule in reported[:MAX_IDLE_RULES]]
-            if len(reported) > MAX_IDLE_RULES:
-                others = len(reported) - MAX_IDLE_RULES
-                message = f"{others} more of {len(rules)} entries match no module, such as {reported[-1].key}"
-                found.append(self._finding("rule-matches-nothing", message, severity=severity, rule=kind))
-        return found
-
-    def _idle(self, rule: Rule, severity: str) -> Finding:
-        message = f"{rule.key} matches no module of this checkpoint under any reading"
-        return self._finding("rule-matches-nothing", message, severity=severity, rule=rule.key, fix=self._nearest(rule))
-
-    def _finding(self, code: str, message: str, *, severity: str, rule: str, fix: str = "") -> Finding:
-        file = self._declaration.file if self._declaration is not None else ""
-        component = self._component.name
-        return finding(code, message, severity=severity, component=component, file=file, rule=rule, fix=fix)
-
-    def _is_tied_head(self, rule: Rule) -> bool:
-        """lm_head needs no tensor of its own when the embedding is tied."""
-        if rule.text.rpartition(".")[2].removesuffix("$") != "lm_head":
-            return False
-        config = self._component.config
-        text = config.get("text_config")
-        tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
-        return tied is not False
-
-    def _nearest(self, rule: Rule) -> str:
-        """A module that shares the longest dotted suffix with a literal entry, as a suggestion."""
-        parts = rule.text.split(".")
-        for start in range(1, len(parts)):
-            near = self._index.paths_ending_with("." + ".".join(parts[start:]))
-            if near:
-                return f"did it mean {min(near)}?"
-        return "remove it, or write it in the checkpoint's own names"
+    @property
+    def _file(self) -> str:
+        return self._declaration.file if self._declaration is not None else ""
 
 
 def _agrees(declared: Declared, stored: Stored) -> bool:
@@ -474,8 +377,8 @@ def _hint_from_headers(module: Module, stored: Stored) -> Declared | None:
     return Declared(scheme)
 
 
-def _unambiguous(rule: Rule | None) -> str:
-    if rule is None or rule.kind != "extra_config":
+def _unambiguous(rule: Rule) -> str:
+    if rule.kind != "extra_config":
         return "write the modules' full names"
     path = rule.text.strip(".").replace(".", r"\.")
     return rf"use the key '.*{path}'" if not rule.text.startswith(".*") else "write the modules' full names"
