@@ -17,6 +17,7 @@ class Declared:
     `zero_offset`  added to a stored zero point (1 for GPTQ v1).
     `act_order`    columns are assigned to groups in an order of each module's own (GPTQ desc_act).
     `missing_ok`   canonical roles whose absence does not make the tensors incomplete.
+    `derived`      canonical roles that are computed at run time where the file has none.
     `open_granularity`  the metadata does not say what shares a scale: the tensors do.
     `unsupported`  why modules of this scheme can be read but not run, in words; "" where they can.
     """
@@ -26,6 +27,7 @@ class Declared:
     zero_offset: int = 0
     act_order: bool = False
     missing_ok: frozenset[str] = frozenset()
+    derived: frozenset[str] = frozenset()
     open_granularity: bool = False
     unsupported: str = ""
 

@@ -68,7 +68,9 @@ def _declared(kind: str, data: Fields) -> Declared:
     if kind in ("MXDynamicActivationMXWeightConfig", "MXFPInferenceConfig"):
         return _microscaled(data)
     if kind in ("NVFP4DynamicActivationNVFP4WeightConfig", "NVFP4InferenceConfig"):
-        return Declared(Scheme(parse_weight_id("nvfp4"), _activation("nvfp4")))
+        # The input's global scale is derived at run time where calibration left none.
+        derived = frozenset({"input_global_scale"})
+        return Declared(Scheme(parse_weight_id("nvfp4"), _activation("nvfp4")), derived=derived)
     if kind == "NVFP4WeightOnlyConfig":
         return Declared(Scheme(parse_weight_id("nvfp4")))
     raise UnsupportedOptionError(f"{kind!r} has no scheme here", file=data.file, key=data.key)

@@ -81,17 +81,14 @@ def canonical_codes(m: StoredModule) -> tuple[Array, tuple[int, ...]]:
     if bits == 4 and m.k % 2:
         raise m.error(f"{m.k} columns of 4-bit codes do not fill bytes")
     if packing == "nibbles_k":
-        # DeepSeek-V4 keeps the bytes in a signed tensor
-        codes = codes.view(np.uint8) if codes.dtype == np.int8 and m.storage.container == "I8" else codes
         if codes.ndim >= 3 and codes.shape[-2:] != (m.n, m.k // 2):
             # gpt-oss keeps the groups apart: [..., G, 16]
             codes = codes.reshape(*codes.shape[:-2], codes.shape[-2] * codes.shape[-1])
         lead = _lead(m, codes, (m.n, m.k // 2), np.uint8)
         return (_SIGN_MAGNITUDE[codes] if _is_mxint(m.quant) else codes), lead
     if packing == "nibbles_k_shifted":
-        signed = codes.view(np.uint8) if codes.dtype == np.int8 else codes
-        _lead(m, signed, (m.n, m.k // 2), np.uint8, batched=False)
-        return signed ^ np.uint8(0x88), ()
+        _lead(m, codes, (m.n, m.k // 2), np.uint8, batched=False)
+        return codes ^ np.uint8(0x88), ()
     if packing == "stream_k":
         _lead(m, codes, (m.n, m.k * bits // 8), np.uint8, batched=False)
         return unpack_bytes(codes, bits, m.k), ()

@@ -31,7 +31,8 @@ _SAME_SCALE = 2.0**-9
 def standardised(m: StoredModule) -> StoredModule:
     """`m` with canonical roles and known layouts only; `m` itself where it has nothing else. Raises as `m.error`."""
     arrays, storage = dict(m.arrays), m.storage
-    if storage.packing.startswith("nibbles") and m.get("codes").dtype == np.int8:
+    if storage.packing.startswith("nibbles") and storage.container == "I8" and m.get("codes").dtype == np.int8:
+        # DeepSeek-V4 and Ascend's tools keep the bytes in a signed tensor
         arrays["codes"] = arrays["codes"].view(np.uint8)
     if storage.packing == "nibbles_k_high":
         codes = arrays["codes"]

@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 
 from omniplat.canonical import Array
-from omniplat.checkpoint.reader import ShardReader
 from omniplat.errors import InvalidCheckpointError
-from omniplat.formats.resolve import Resolution
-from omniplat.formats.unpack import canonicalise
-from omniplat.oracle import dequantize, element_values
+from omniplat.oracle import element_values
 from tests.support.checkpoints import bf16
 from tests.support.resolving import codes, only, resolve, schemes
+from tests.support.values import values_of
 
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
@@ -53,14 +51,6 @@ class FourBit:
         leaf = f"{module}.weight.quant_state.bitsandbytes__{self.kind}"
         shapes[leaf] = ("U8", (len(state),))
         return shapes, {leaf: state} | {f"{module}.{k}": v.tobytes() for k, v in self.arrays.items()}
-
-
-def values_of(found: Resolution, name: str) -> Array:
-    (module,) = [m for m in found.modules if m.name == name]
-    reader = ShardReader(found.component.root)
-    arrays = {role: reader.read(info) for role, info in module.tensors.items()}
-    weight = canonicalise(arrays, module.storage, module.scheme, module.out_features, module.in_features)
-    return dequantize(weight)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])

@@ -24,7 +24,8 @@ def block(module: str, n: int, k: int, scale: str = "F32", leaf: str = "weight_s
         ({**FP8, "activation_scheme": "static"}, fp8_tensor("m", 64, 96), "fp8-tensor/fp8-tensor-static"),
         (FP8, {"m.weight": ("F8_E4M3", (64, 96)), "m.weight_scale": ("F32", (1,))}, "fp8-tensor/fp8-token"),
         (FP8, fp8_channel("m", 64, 96), "fp8-channel/fp8-token"),
-        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, fp8_channel("m", 8, 96), "fp8-channel/fp8-token"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, fp8_channel("m", 8, 96),
+         "fp8-channel/fp8-token"),
         (BLOCK, block("m", 200, 300), "fp8-block128x128/fp8-g128"),
         (BLOCK, block("m", 256, 256, "BF16"), "fp8-block128x128/fp8-g128"),
         (BLOCK, block("m", 256, 256, "F32", "weight_scale"), "fp8-block128x128/fp8-g128"),
@@ -171,4 +172,8 @@ def test_stacked_experts_of_transformers(tmp_path: Path) -> None:
     }
     found = resolve(tmp_path, BLOCK, tensors)
     (module,) = found.modules
-    assert (module.name, module.experts, module.scheme.weight_id) == ("l.mlp.experts.gate_up_proj", 4, "fp8-block128x128")
+    assert (module.name, module.experts, module.scheme.weight_id) == (
+        "l.mlp.experts.gate_up_proj",
+        4,
+        "fp8-block128x128",
+    )

@@ -84,7 +84,7 @@ class Draft:
             if name in self.leaves:
                 self.roles[role] = name
                 return self.leaves[name]
-        if required and not (self.hint and role in self.hint.missing_ok):
+        if required and not (self.hint and role in self.hint.missing_ok | self.hint.derived):
             self.missing.append(names[0])
         return None
 
