@@ -12,6 +12,7 @@ For a linear layer with N rows (out features) and K columns (in features):
     scale          multipliers. tensor and channel: f32 [N, 1] (a scalar is repeated per row);
                    group: [N, G] in the stored dtype; block: [ceil(N/bn), ceil(K/bk)]
                    e8m0 scales are uint8: 2^(b-127), 255 = NaN. Reinterpreted, never converted
+                   bitsandbytes' blocks are groups: f32 [N, K/block], where the block divides K; LLM.int8: amax / 127
     zero_point     int16 [N, 1 | G]; f32 where a dialect's are fractional. w = (code - zero_point) * scale
     global_scale   f32 [N, 1], a multiplier (NVFP4)
     scale2         f32 [N, K/512] (dual level)
