@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
 
-from omniplat.checkpoint.header import read_header, read_range
+from omniplat.checkpoint.header import read_header_of
+from omniplat.checkpoint.source import LocalFolder, Source
 from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.errors import InvalidCheckpointError
 
@@ -54,6 +55,7 @@ class Component:
     shard_metadata: Mapping[str, str]
     shards: tuple[str, ...] = ()
     index_absent: tuple[tuple[str, str, str], ...] = ()
+    source: Source = field(default_factory=lambda: LocalFolder(Path()))
 
     def path_of(self, file: str) -> str:
         """`file` of this component as a path relative to the checkpoint."""
@@ -63,56 +65,55 @@ class Component:
         """The bytes of a tensor of at most `limit` bytes; raises ValueError for a larger one."""
         if info.nbytes > limit:
             raise ValueError(f"{info.name} has {info.nbytes} bytes and is no metadata tensor")
-        return read_range(self.root / info.shard, info.start, info.nbytes)
+        return self.source.read_tensor(info, self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder (or one file) and its components. `absent_components` are listed as null in model_index.json."""
+    """A folder, one file or a repository of the Hub, and its components.
+
+    `path` is the id of a repository and `revision` its commit, "" for files on disk. `absent_components` are listed
+    as null in model_index.json.
+    """
 
     path: Path
     components: tuple[Component, ...]
     absent_components: tuple[str, ...] = field(default=())
+    revision: str = ""
 
 
 def read_json(root: Path, file: str) -> Any:
     """Parsed `root/file`; raises InvalidCheckpointError naming the file and, for broken JSON, the place."""
-    try:
-        blob = (root / file).read_bytes()
-    except OSError as exc:
-        raise InvalidCheckpointError(f"cannot be read: {exc.strerror or exc}", file=file) from exc
+    return _read_json(LocalFolder(root), file)
+
+
+def _read_json(source: Source, file: str) -> Any:
+    blob = source.read_file(file)
     try:
         return msgspec.json.decode(blob)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise InvalidCheckpointError(f"is not valid JSON: {exc}", file=file) from exc
 
 
-def _read_config(root: Path, file: str) -> Mapping[str, Any]:
-    config = read_json(root, file)
+def _read_config(source: Source, file: str) -> Mapping[str, Any]:
+    config = _read_json(source, file)
     if not isinstance(config, dict):
         raise InvalidCheckpointError(f"must be a JSON object, found {type(config).__name__}", file=file)
     return config
 
 
-def _check_shard(root: Path, shard: str, index: str, tensor: str) -> None:
+def _check_shard(source: Source, prefix: str, shard: str, index: str, tensor: str) -> None:
     """Refuse a shard outside the checkpoint, or one that is not there. Hub caches link shards: links may leave."""
     key = f"weight_map.{tensor}"
     pure = PurePosixPath(shard)
     if pure.is_absolute() or ".." in pure.parts or "\0" in shard or not shard:
         raise InvalidCheckpointError(f"names the file {shard!r}, which is outside the checkpoint", file=index, key=key)
-    if not (root / shard).is_file():
+    if not source.is_file(prefix + shard):
         raise InvalidCheckpointError(f"names the file {shard!r}, which does not exist", file=index, key=key)
 
 
-def _list(root: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(root))
-    except OSError as exc:
-        raise InvalidCheckpointError(f"cannot be listed: {exc.strerror or exc}", file=str(root)) from exc
-
-
-def _index_entries(root: Path, index: str) -> dict[str, str]:
-    content = read_json(root, index)
+def _index_entries(source: Source, index: str) -> dict[str, str]:
+    content = _read_json(source, index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise InvalidCheckpointError("must hold an object that maps tensors to files", file=index, key="weight_map")
@@ -124,23 +125,22 @@ def _described_by(names: Iterable[str]) -> list[str]:
     return [n for n in names if n.startswith("quant_model_description_") and n.endswith(".json")]
 
 
-def _open_component(checkpoint: Path, name: str, *, only_shard: str = "", gguf: tuple[str, ...] = ()) -> Component:
+def _open_component(source: Source, name: str, *, only_shard: str = "", gguf: tuple[str, ...] = ()) -> Component:
     """`only_shard`: that file alone, without configs. `gguf`: these files are the shards."""
-    folder = checkpoint / name if name else checkpoint
-    names = _list(folder)
+    names = source.names(name)
     prefix = f"{name}/" if name else ""
     config_file = f"{prefix}config.json"
-    config = _read_config(checkpoint, config_file) if "config.json" in names and not only_shard else {}
+    config = _read_config(source, config_file) if "config.json" in names and not only_shard else {}
     metadata_files = [] if only_shard else [f for f in METADATA_FILES if f in names] + _described_by(names)
-    files = {f: read_json(checkpoint, prefix + f) for f in metadata_files}
+    files = {f: _read_json(source, prefix + f) for f in metadata_files}
 
     listed: dict[str, tuple[str, str]] = {}  # tensor -> (index file, shard)
     indexes = [] if only_shard else [n for n in names if n.endswith(".safetensors.index.json")]
     for index in indexes:
         checked: set[str] = set()
-        for tensor, shard in _index_entries(checkpoint, prefix + index).items():
+        for tensor, shard in _index_entries(source, prefix + index).items():
             if shard not in checked:
-                _check_shard(folder, shard, prefix + index, tensor)
+                _check_shard(source, prefix, shard, prefix + index, tensor)
                 checked.add(shard)
             listed.setdefault(tensor, (prefix + index, prefix + shard))
     shards = sorted({shard for _, shard in listed.values()})
@@ -153,8 +153,9 @@ def _open_component(checkpoint: Path, name: str, *, only_shard: str = "", gguf: 
 
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] = {}
+    source.prepare(shards)
     for shard in shards:
-        header = read_header(checkpoint, shard)
+        header = read_header_of(source, shard)
         metadata.update(header.metadata)
         for info in header.tensors:
             first = tensors.setdefault(info.name, info)
@@ -164,12 +165,12 @@ def _open_component(checkpoint: Path, name: str, *, only_shard: str = "", gguf: 
                 elif info.name not in listed:
                     raise InvalidCheckpointError(f"is also in {first.shard}", file=shard, key=info.name)
     absent = tuple((index, tensor, shard) for tensor, (index, shard) in listed.items() if tensor not in tensors)
-    return Component(name, checkpoint, config_file, config, files, tensors, metadata, tuple(shards), absent)
+    return Component(name, source.root, config_file, config, files, tensors, metadata, tuple(shards), absent, source)
 
 
-def _pipeline_components(checkpoint: Path, names: Iterable[str]) -> tuple[list[str], list[str]]:
+def _pipeline_components(source: Source, names: Iterable[str]) -> tuple[list[str], list[str]]:
     """Component folders that hold safetensors, and components that model_index.json lists as null."""
-    index = _read_config(checkpoint, "model_index.json")
+    index = _read_config(source, "model_index.json")
     present: list[str] = []
     absent: list[str] = []
     for key, value in index.items():
@@ -179,13 +180,15 @@ def _pipeline_components(checkpoint: Path, names: Iterable[str]) -> tuple[list[s
             raise InvalidCheckpointError("is not a folder name", file="model_index.json", key=key)
         if all(item is None for item in value):
             absent.append(key)
-        elif key in names and _has_shards(checkpoint / key):
+        elif key in names and _has_shards(source, key):
             present.append(key)
     return present, absent
 
 
-def _has_shards(folder: Path) -> bool:
-    return folder.is_dir() and any(n.endswith((".safetensors", ".safetensors.index.json")) for n in _list(folder))
+def _has_shards(source: Source, folder: str = "") -> bool:
+    return source.is_folder(folder) and any(
+        n.endswith((".safetensors", ".safetensors.index.json")) for n in source.names(folder)
+    )
 
 
 _GGUF_SPLIT = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})\.gguf")
@@ -214,31 +217,45 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if root.is_file():
         if root.suffix not in (".safetensors", ".gguf"):
             raise InvalidCheckpointError("is neither a folder nor a .safetensors or .gguf file", file=str(root))
-        return Checkpoint(root, (_open_component(root.parent, "", only_shard=root.name),))
+        return Checkpoint(root, (_open_component(LocalFolder(root.parent), "", only_shard=root.name),))
     if not root.is_dir():
         raise InvalidCheckpointError("no such file or folder", file=str(root))
-    names = _list(root)
+    return open_source(LocalFolder(root))
+
+
+def open_source(source: Source, revision: str = "") -> Checkpoint:
+    """Open the checkpoint whose files `source` has; raises InvalidCheckpointError as `open_checkpoint` does."""
+    names = source.names()
+    where = str(source.root)
+    absent: list[str] = []
     if "model_index.json" in names:
-        present, absent = _pipeline_components(root, names)
+        present, absent = _pipeline_components(source, names)
         if not present:
             raise InvalidCheckpointError("no listed component holds safetensors", file="model_index.json")
-        return Checkpoint(root, tuple(_open_component(root, name) for name in present), tuple(absent))
-    if not _has_shards(root):
-        nested = [
-            n for n in names if (root / n).is_dir() and "config.json" in _list(root / n) and _has_shards(root / n)
-        ]
-        if nested and "config.json" not in names:
-            return Checkpoint(root, tuple(_open_component(root, name) for name in nested))
-        gguf = _gguf_shards(names)
-        if gguf:
-            return Checkpoint(root, (_open_component(root, "", gguf=gguf),))
-        if "config.json" in names:
-            _read_config(root, "config.json")
-        raise InvalidCheckpointError("holds no safetensors file", file=str(root))
-    component = _open_component(root, "")
-    if "config.json" not in names and not component.files and not describes_itself(component):
-        raise InvalidCheckpointError("not found, and no file or tensor describes the quantization", file="config.json")
-    return Checkpoint(root, (component,))
+        components = tuple(_open_component(source, name) for name in present)
+    elif not _has_shards(source):
+        components = _without_shards(source, names, where)
+    else:
+        component = _open_component(source, "")
+        if "config.json" not in names and not component.files and not describes_itself(component):
+            raise InvalidCheckpointError(
+                "not found, and no file or tensor describes the quantization", file="config.json"
+            )
+        components = (component,)
+    return Checkpoint(source.root, components, tuple(absent), revision)
+
+
+def _without_shards(source: Source, names: Sequence[str], where: str) -> tuple[Component, ...]:
+    """A folder that holds no safetensors itself: models below it, or a GGUF file."""
+    nested = [n for n in names if source.is_folder(n) and "config.json" in source.names(n) and _has_shards(source, n)]
+    if nested and "config.json" not in names:
+        return tuple(_open_component(source, name) for name in nested)
+    gguf = _gguf_shards(names)
+    if gguf:
+        return (_open_component(source, "", gguf=gguf),)
+    if "config.json" in names:
+        _read_config(source, "config.json")
+    raise InvalidCheckpointError("holds no safetensors file", file=where)
 
 
 def describes_itself(component: Component) -> bool:

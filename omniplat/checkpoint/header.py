@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from math import prod
 from pathlib import Path
 
 import msgspec
 
 from omniplat.checkpoint.gguf import read_gguf_header
+from omniplat.checkpoint.source import LocalFolder, Source
 from omniplat.checkpoint.tensors import DTYPE_BITS, TensorInfo
 from omniplat.errors import InvalidCheckpointError
 
@@ -38,27 +38,24 @@ class ShardHeader(msgspec.Struct, frozen=True):
     metadata: dict[str, str]
 
 
-def read_range(path: Path, start: int, length: int) -> bytes:
-    """`length` bytes of `path` from `start`. The only way in which planning reads a shard."""
-    with open(path, "rb", buffering=0) as file:
-        return os.pread(file.fileno(), length, start)
-
-
 def read_header(root: Path, shard: str) -> ShardHeader:
-    """Header of `root/shard`, checked against the file's size.
+    """Header of the file `root/shard`: see `read_header_of`."""
+    return read_header_of(LocalFolder(root), shard)
+
+
+def read_header_of(source: Source, shard: str) -> ShardHeader:
+    """Header of one shard of `source`, checked against the file's size.
 
     Raises InvalidCheckpointError naming the shard, and the tensor where one is at fault: unreadable or truncated
     file, absurd header length, broken JSON, unknown dtype, sizes that contradict shape and dtype, data that
     overlaps, leaves holes or ends before or after the end of the file.
     """
     if shard.endswith(".gguf"):
-        return ShardHeader(shard, *read_gguf_header(root, shard))
-    path = root / shard
-    try:
-        size = path.stat().st_size
-        prefix = read_range(path, 0, 8)
-    except OSError as exc:
-        raise InvalidCheckpointError(f"cannot be read: {exc.strerror or exc}", file=shard) from exc
+        if not source.is_local:
+            raise InvalidCheckpointError("GGUF files are read from disk only: download it first", file=shard)
+        return ShardHeader(shard, *read_gguf_header(source.root, shard))
+    size = source.size(shard)
+    prefix = source.read_range(shard, 0, 8)
     if len(prefix) < 8:
         raise InvalidCheckpointError(f"is {size} bytes long, too short for a safetensors file", file=shard)
     length = int.from_bytes(prefix, "little")
@@ -66,7 +63,7 @@ def read_header(root: Path, shard: str) -> ShardHeader:
         raise InvalidCheckpointError(f"header length {length} is beyond the limit of {MAX_HEADER_BYTES}", file=shard)
     if 8 + length > size:
         raise InvalidCheckpointError(f"truncated: the header needs {8 + length} bytes, the file has {size}", file=shard)
-    blob = read_range(path, 8, length)
+    blob = source.read_range(shard, 8, length)
     try:
         entries = _DECODE_ENTRIES.decode(blob)
         metadata = _DECODE_METADATA.decode(blob).metadata or {}
