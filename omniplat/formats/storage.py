@@ -34,7 +34,7 @@ TRANSPOSED = ("gptq", "awq", "int32_n", "nibbles_k_shifted")
 STORED_ROLES = (
     *("weight_shape", "nested_scale", "nested_codebook", "requantization_scale"),
     *("deq_scale", "quant_bias", "scale_second", "zero_point_second", "scale_bias"),
-    *("smooth_factor", "channel_scale", "tensor_scale"),
+    *("smooth_factor", "smooth_factor_orig", "channel_scale", "tensor_scale", "marker"),
 )
 
 

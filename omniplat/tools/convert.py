@@ -110,7 +110,7 @@ def convert(
         for part in parts:
             reader = ShardReader(root)
             for shard in part.component.shards:
-                _write_shard(root, shard, temporary / shard, plan[shard], reader, dtype, work)
+                _write_shard(root, shard, temporary / target_name(shard), plan[shard], reader, dtype, work)
             _write_indexes(root, part.component, plan, temporary)
             _write_config(root, part.component, temporary)
         if checkpoint.path.is_dir():
@@ -160,6 +160,11 @@ def weight_name(module: ResolvedModule) -> str:
     """The name of a module's weight in an unquantized checkpoint. Stacked experts are bare parameters."""
     codes = module.tensors["codes"].name
     return module.name if module.experts and codes != f"{module.name}.weight" else f"{module.name}.weight"
+
+
+def target_name(shard: str) -> str:
+    """The file that takes the place of `shard`: always safetensors."""
+    return f"{shard.removesuffix('.gguf')}.safetensors" if shard.endswith(".gguf") else shard
 
 
 def _outputs(root: Path, shard: str, part: ResolvedPart, dtype: str) -> list[_Output]:
@@ -329,7 +334,8 @@ def _copy_others(root: Path, parts: Sequence[ResolvedPart], shards: set[str], te
             target = temporary / file
             if name.startswith(".") or file in shards or target.exists():
                 continue
-            if name in DROPPED_FILES and prefix in folders | {""}:
+            dropped = name in DROPPED_FILES or name.startswith("quant_model_description")
+            if dropped and prefix in folders | {""}:
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(root / file, target)

@@ -139,7 +139,7 @@ def test_unknown_rules_are_refused() -> None:
             quantize_activation(x, activation(text, rounding="magic"))
 
 
-@pytest.mark.parametrize("text", ["int8-bnb", "svdq-int4", "svdq-nvfp4"])
+@pytest.mark.parametrize("text", ["int8-bnb"])
 def test_schemes_without_a_definition_are_refused(text: str) -> None:
     with pytest.raises(InvalidSchemeError):
         quantize_activation(np.ones((1, 32)), activation(text))
@@ -360,3 +360,12 @@ def test_opaque_weights_are_refused() -> None:
     with pytest.raises(InvalidSchemeError, match="gguf-q4_k"):
         dequantize(replace(weight, scheme=Scheme(parse_weight_id("gguf-q4_k"))))
     assert math.isfinite(dequantize(weight).sum())
+
+
+def test_svdquant_quantizes_its_input_without_a_second_level() -> None:
+    """NVFP4 groups of 16 under e4m3 scales alone, int4 groups of 64; by hand."""
+    x = np.zeros((1, 64), np.float32)
+    x[0, 0], x[0, 1] = 6.0, 2.4
+    assert quantize_activation(x, activation("svdq-nvfp4"))[0, :2].tolist() == [6.0, 2.0]
+    x[0, 0], x[0, 1] = 7.0, 2.6
+    assert quantize_activation(x, activation("svdq-int4"))[0, :2].tolist() == [7.0, 3.0]

@@ -106,6 +106,7 @@ class Draft:
     ) -> Stored:
         self.take("bias", "bias", "_bias")
         self.take("pre_scale", "pre_quant_scale", "mul_scale")
+        self.take("marker", "comfy_quant")
         activation = self.hint.scheme.activation if self.hint is not None else None
         if weight is not None and weight.element != "bf16":
             self._take_input_scales(activation)

@@ -26,6 +26,7 @@ def low_rank(draft: Draft, qweight: TensorInfo) -> Stored:
     down = draft.take("low_rank_down", "proj_down", "lora_down", required=True)
     up = draft.take("low_rank_up", "proj_up", "lora_up", required=True)
     smooth = draft.take("smooth_factor", "smooth_factor", "smooth", required=True)
+    draft.take("smooth_factor_orig", "smooth_factor_orig", "smooth_orig")
     if qweight.dtype not in ("I8", "U8") or len(qweight.shape) != 2:
         return draft.finish(
             None, ROWS, qweight.dtype, *_two(qweight), problem=f"qweight is {qweight.dtype} {list(qweight.shape)}"
