@@ -11,6 +11,7 @@ from omniplat.choose import choose_backend
 from omniplat.detect import resolve_device
 from omniplat.device import Device
 from omniplat.document import Plan, PlanLayer
+from omniplat.engines import ENGINES
 from omniplat.errors import (
     BackendNotInstalledError,
     BackendUnavailableError,
@@ -40,15 +41,25 @@ def plan(
     component: str | None = None,
     allow: Iterable[str] = (),
     prefer: str | None = None,
+    engine: str | None = None,
 ) -> Plan:
     """What runs every layer of `checkpoint` on `device`, and why. Reads headers only; needs no torch.
 
-    `device` is "kind", "kind:arch", a Device or None for this machine. Raises InvalidCheckpointError for files
+    `device` is "kind", "kind:arch", a Device or None for this machine; with `engine` ("vllm") the plan also says what
+    that engine's own loader cannot deliver. Raises InvalidCheckpointError for files
     that cannot be read, InvalidDeviceError, UsageError, or a Backend...Error; what is wrong with the metadata
     or unsupported is in the plan.
     """
     return make_planned(
-        checkpoint, device, backend=backend, tp=tp, ep=ep, component=component, allow=allow, prefer=prefer
+        checkpoint,
+        device,
+        backend=backend,
+        tp=tp,
+        ep=ep,
+        component=component,
+        allow=allow,
+        prefer=prefer,
+        engine=engine,
     ).plan
 
 
@@ -118,6 +129,10 @@ def require_loadable(plan: Plan) -> None:
 _ABOUT_THE_DEVICE = frozenset({"unsupported-combination", "tp-not-divisible", "ep-not-divisible", "engine-cannot-load"})
 
 
+#: Of these, what somebody asked for beside the device.
+_OF_THE_ASKED = frozenset({"tp-not-divisible", "ep-not-divisible", "engine-cannot-load"})
+
+
 def _unsupported(plan: Plan, layers: list[PlanLayer]) -> UnsupportedCombinationError:
     first = layers[0]
     device = f"{plan.device.kind}:{plan.device.arch}" + (f" ({plan.device.name})" if plan.device.name else "")
@@ -126,7 +141,7 @@ def _unsupported(plan: Plan, layers: list[PlanLayer]) -> UnsupportedCombinationE
         for trace in first.trace
         if trace.rejected is not None
     ]
-    reasons += [item.message for item in plan.findings if item.code in ("tp-not-divisible", "ep-not-divisible")]
+    reasons += [item.message for item in plan.findings if item.code in _OF_THE_ASKED]
     same = [layer.name for layer in layers if layer.details == first.details and layer.op == first.op]
     suggestions = ["--device cpu (reference)"] if plan.device.kind != "cpu" else []
     scheme = f"{first.stored}/{(first.declared or '/a16').rpartition('/')[2]}"
@@ -143,6 +158,7 @@ def make_planned(
     component: str | None = None,
     allow: Iterable[str] = (),
     prefer: str | None = None,
+    engine: str | None = None,
     registry: Registry | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Planned:
@@ -158,7 +174,9 @@ def make_planned(
     if component is not None and component not in {item.name for item in opened.components}:
         names = ", ".join(item.name or "(the checkpoint itself)" for item in opened.components)
         raise UsageError(f"no component {component!r}; the checkpoint has: {names}")
-    target = Target(chosen.spec, chosen.device, tp, ep, policy, chosen.is_default, chosen.reason)
+    if engine is not None and engine not in ENGINES:
+        raise UsageError(f"no engine {engine!r}; known: {', '.join(ENGINES)}")
+    target = Target(chosen.spec, chosen.device, tp, ep, policy, chosen.is_default, chosen.reason, engine or "")
     formats = [registry.load(FORMATS, name) for name in registry.names(FORMATS)]
     families = [family for name in registry.names(MODELS) for family in registry.load(MODELS, name)]
     return make_plan(opened, target, formats, families, component)

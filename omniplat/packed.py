@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omniplat.formats.resolved import ResolvedModule
 from omniplat.layer import LayerSpec
@@ -52,3 +52,18 @@ class PackedLayer:
     def modules(self) -> tuple[ResolvedModule, ...]:
         groups = self.w13 + self.w2
         return tuple(part.module for part in self.parts) + tuple(part.module for group in groups for part in group)
+
+
+def select_part(layer: PackedLayer, index: int) -> PackedLayer:
+    """One checkpoint module of a linear layer as a layer of its own, for an engine that does not fuse it."""
+    if len(layer.parts) == 1:
+        return layer
+    part, split = layer.parts[index], layer.split
+    spec = replace(
+        layer.spec,
+        name=part.module.name,
+        out_features=part.module.out_features,
+        parts=(part.module.out_features,),
+        bias="bias" in part.module.tensors,
+    )
+    return PackedLayer(spec, (part,), split=replace(split, kv=split.kv[index : index + 1]))

@@ -13,9 +13,10 @@ from packaging.requirements import Requirement
 from omniplat._version import __version__
 from omniplat.backend import BackendSpec
 from omniplat.capability import Accepted, Capability, Rejected, compare_activation
-from omniplat.checkpoint.folder import Checkpoint
+from omniplat.checkpoint.folder import Checkpoint, Component
 from omniplat.device import Device
 from omniplat.document import Plan, PlanCheckpoint, PlanDevice, PlanLayer, PlanRule, PlanSummary, PlanTrace
+from omniplat.engines import tensors_below, undeliverable
 from omniplat.findings import Finding, finding
 from omniplat.formats.base import Format
 from omniplat.formats.detect import read_metadata
@@ -38,7 +39,7 @@ _ACTIVATION_NOTES = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a plan is to run: backend, device, parallel sizes, what the caller allows."""
+    """Where a plan is to run: backend, device, parallel sizes, what the caller allows, which engine's loader."""
 
     spec: BackendSpec
     device: Device
@@ -47,6 +48,7 @@ class Target:
     policy: Policy = field(default_factory=Policy)
     is_default: bool = False
     reason: str = ""
+    engine: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ def make_plan(
         read = read_metadata(part, formats, family.parts_on(target.device.kind))
         resolution = resolve_component(part, read, family.floats)
         packed = pack(resolution, family)
-        planner = _ComponentPlanner(packed, target)
+        planner = _ComponentPlanner(packed, target, part)
         layers += [planner.plan(layer) for layer in packed.layers]
         findings += [*resolution.findings, *packed.findings, *planner.findings()]
         resolutions.append(resolution)
@@ -163,9 +165,11 @@ class _Answer:
 class _ComponentPlanner:
     """Plans the layers of one component; equal layers are matched once."""
 
-    def __init__(self, packed: Packed, target: Target) -> None:
+    def __init__(self, packed: Packed, target: Target, component: Component) -> None:
         self._packed = packed
         self._target = target
+        names = [module.name for layer in packed.layers for module in layer.modules] if target.engine else []
+        self._below = tensors_below(names, component.tensors.values()) if target.engine else {}
         self._matches: dict[LayerSpec, Match] = {}
         self._notes: dict[tuple[str, str], list[str]] = defaultdict(list)
 
@@ -227,6 +231,11 @@ class _ComponentPlanner:
             return _Answer("unsupported", trace=trace)
         if parallel_problem:
             return _Answer("unsupported", trace=trace)
+        if problems := self._engine_problems(layer):
+            needed = {"rule": "loader", "needed": "tensors that it delivers"}
+            return _Answer(
+                "unsupported", trace=tuple(PlanTrace(target.engine, needed | {"found": p}) for p in problems)
+            )
         decision = outcome.chosen.decision
         assert isinstance(decision, Accepted)
         self._note_activation(spec, decision.executes, modules)
@@ -261,6 +270,15 @@ class _ComponentPlanner:
             self._notes["ep-not-divisible", problem] += names
             return problem
         return ""
+
+    def _engine_problems(self, layer: PackedLayer) -> list[str]:
+        """Why the asked engine's loader cannot bring the layer's tensors."""
+        if not self._target.engine:
+            return []
+        problems = undeliverable(self._target.engine, self._packed.family, layer, self._below)
+        for reason, names in problems.items():
+            self._notes["engine-cannot-load", f"{self._target.engine}: {reason}"] += names
+        return list(problems)
 
     def _shares(self, layer: PackedLayer) -> int:
         if layer.spec.moe is not None:

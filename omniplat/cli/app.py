@@ -51,6 +51,7 @@ def plan(
     component: ComponentOption = None,
     allow: AllowOption = None,
     prefer: PreferOption = None,
+    engine: Annotated[str | None, typer.Option("--engine", help="vllm: also what its loader cannot deliver.")] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Every layer on its own line.")] = False,
     explain: Annotated[str | None, typer.Option("--explain", metavar="LAYER", help="One layer's whole story.")] = None,
     json_output: JsonOption = False,
@@ -60,7 +61,7 @@ def plan(
 
     code = plan_command(
         checkpoint, device, backend=backend, tp=tp, ep=ep, component=component, allow=allow or [], prefer=prefer,
-        show_all=show_all, explain=explain, json_output=json_output,
+        engine=engine, show_all=show_all, explain=explain, json_output=json_output,
     )  # fmt: skip
     raise typer.Exit(code)
 

@@ -32,12 +32,23 @@ def plan_command(
     component: str | None,
     allow: Sequence[str],
     prefer: str | None,
+    engine: str | None,
     show_all: bool,
     explain: str | None,
     json_output: bool,
 ) -> int:
     """Body of the command. Returns 0, or 1 when the plan has an error finding."""
-    plan = make(checkpoint, device, backend=backend, tp=tp, ep=ep, component=component, allow=allow, prefer=prefer)
+    plan = make(
+        checkpoint,
+        device,
+        backend=backend,
+        tp=tp,
+        ep=ep,
+        component=component,
+        allow=allow,
+        prefer=prefer,
+        engine=engine,
+    )
     if json_output:
         print_json(plan.to_dict())
     else:

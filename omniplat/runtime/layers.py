@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -136,8 +136,12 @@ class QuantLinear(_KernelLayer):
         self.register_buffer("bias", bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x, self.bias)
+
+    def run(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """As `forward`, with a bias that somebody else holds: an engine that has loaded and cut it."""
         out_dtype = self.out_dtype or x.dtype
-        return self.kernel.apply(self.config, self._tensors(), x, self.bias, out_dtype, self.workspace)
+        return self.kernel.apply(self.config, self._tensors(), x, bias, out_dtype, self.workspace)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, bias={self.bias is not None}"
@@ -191,9 +195,16 @@ class CompositeLinear(nn.Module):
     def __init__(self, parts: Mapping[str, QuantLinear]) -> None:
         super().__init__()
         self.parts = nn.ModuleDict(dict(parts))
+        self._sizes = [part.spec.out_features for part in parts.values()]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([part(x) for part in self.parts.values()], dim=-1)
+
+    def run(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """As `forward`, with a bias of all parts that somebody else holds."""
+        parts = [cast(QuantLinear, part) for part in self.parts.values()]
+        biases = torch.split(bias, self._sizes) if bias is not None else [None] * len(parts)
+        return torch.cat([part.run(x, held) for part, held in zip(parts, biases, strict=True)], dim=-1)
 
 
 def rebuild(description: LayerDescription, state: Mapping[str, torch.Tensor]) -> QuantLinear | QuantExperts:

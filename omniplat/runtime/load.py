@@ -97,7 +97,7 @@ def load_layer(
     if isinstance(kernel, MoeKernel):
         moe = MoeLoader(layer, kernel, rank)
         for slot in moe.slots():
-            moe.put(slot, read_roles(moe.module_of(slot), reader, slot.expert if layer.stacked else None))
+            moe.put(slot, read_roles(moe.part_of(slot).module, reader, slot.expert if layer.stacked else None))
         return moe.finish(device)
     linear = LinearLoader(layer, kernel, rank)
     for index, part in enumerate(layer.parts):
@@ -195,12 +195,13 @@ class MoeLoader:
             yield from (Slot(expert, index) for index in range(len(self.layer.w13[group])))
         yield from (Slot(expert, down=True) for expert in self.experts)
 
-    def module_of(self, slot: Slot) -> ResolvedModule:
-        return self._part(slot).module
+    def part_of(self, slot: Slot) -> Part:
+        groups = self.layer.w2 if slot.down else self.layer.w13
+        return groups[0 if self.layer.stacked else slot.expert][slot.index]
 
     def put(self, slot: Slot, arrays: Mapping[str, Array]) -> None:
         """Take the roles, as stored, of one module; of one expert of a stacked one, without the leading dimension."""
-        part = self._part(slot)
+        part = self.part_of(slot)
         name, local = part.module.name, slot.expert - self.experts.start
         weight = canonical_module(part.module, arrays, part.row_order)
         if slot.down:
@@ -221,10 +222,6 @@ class MoeLoader:
         second = to_torch(self._w2.finish(), experts=count, device=device)
         del self._w13, self._w2
         return QuantExperts(self.spec, self._kernel, self._kernel.prepare(first, second, self.spec))
-
-    def _part(self, slot: Slot) -> Part:
-        groups = self.layer.w2 if slot.down else self.layer.w13
-        return groups[0 if self.layer.stacked else slot.expert][slot.index]
 
 
 def _require_legal(layer: PackedLayer, rank: Rank) -> None:

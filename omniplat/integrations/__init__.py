@@ -1,0 +1,1 @@
+"""Engines that omniplat runs inside. Only here is an engine imported."""

@@ -1,0 +1,204 @@
+"""vLLM: linear layers and experts that load and run through omniplat.
+
+vLLM builds its own modules and hands checkpoint tensors to the `weight_loader` of their parameters. The parameters
+here are empty: their loader collects the tensors of a checkpoint module and, when they are complete, runs the one load
+path (`omniplat.runtime.load`). What comes out of it becomes a submodule, and `apply` calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.nn import Module, Parameter
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.utils import set_weight_attrs
+
+from omniplat.api import require_runnable
+from omniplat.errors import InvalidCheckpointError, UsageError
+from omniplat.integrations.vllm_loading import MEMBER, LoadingExperts, LoadingLinear
+from omniplat.integrations.vllm_names import EngineLayers, EnginePart
+from omniplat.planner import Planned, PlannedLayer
+from omniplat.runtime.layers import CompositeLinear, QuantExperts, QuantLinear
+
+
+class OmniplatConfig(QuantizationConfig):  # type: ignore[misc]
+    """Dispatches the layers of a plan. One component of a pipeline, or the whole checkpoint."""
+
+    def __init__(self, planned: Planned, component: str = "") -> None:
+        """Raises what stands in the way of loading the plan, and InvalidCheckpointError for what vLLM cannot load."""
+        super().__init__()
+        require_runnable(planned.plan)
+        self._layers = EngineLayers(planned, component, "vllm")
+
+    def get_name(self) -> str:
+        return "omniplat"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """None: the plan has asked the device."""
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> OmniplatConfig:
+        raise UsageError(
+            "a config alone does not tell what a checkpoint stores: make a plan, then OmniplatConfig(plan)"
+        )
+
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> WeightsMapper:
+        """Nothing is dropped. vLLM's own drops the order of groups (`g_idx`), which act-order needs."""
+        return WeightsMapper()
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        renames = hf_to_vllm_mapper.get_rename_mapper()
+
+        def engine_name(name: str) -> str | None:
+            return next(iter(renames.apply_list([name])), None)
+
+        self._layers.rename(engine_name)
+
+    def get_quant_method(self, layer: Module, prefix: str) -> QuantizeMethodBase | None:
+        """Raises InvalidCheckpointError for a layer of which the checkpoint has nothing."""
+        if isinstance(layer, RoutedExperts):
+            experts = self._layers.experts(prefix)
+            if experts is None:
+                raise InvalidCheckpointError("no experts of this name are in the checkpoint", key=prefix)
+            if experts.layer.status == "unquantized":
+                return None
+            return OmniplatMoEMethod(layer, experts, self._layers)
+        if not isinstance(layer, LinearBase):
+            return None
+        parts = self._layers.linear(prefix)
+        if not parts:
+            raise InvalidCheckpointError("no weight of this name is in the checkpoint", key=prefix)
+        if all(part.layer.layer.status == "unquantized" for part in parts):
+            return UnquantizedLinearMethod()
+        return OmniplatLinearMethod(parts, self._layers)
+
+
+class OmniplatLinearMethod(LinearMethodBase):  # type: ignore[misc]
+    """One of vLLM's linear layers: a single layer of the plan, or several that are run side by side."""
+
+    def __init__(self, parts: Sequence[EnginePart], layers: EngineLayers) -> None:
+        self._parts = tuple(parts)
+        self._layers = layers
+        self._loading: LoadingLinear | None = None
+
+    def create_weights(
+        self,
+        layer: Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Raises UsageError where ranks cannot share the layer, InvalidCheckpointError where sizes differ."""
+        assert isinstance(layer, LinearBase)
+        loading = LoadingLinear(layer, self._parts, self._layers, len(output_partition_sizes))
+        if loading.sizes != (input_size_per_partition, tuple(output_partition_sizes)):
+            needed = f"{output_partition_sizes} x {input_size_per_partition}"
+            found = f"{list(loading.sizes[1])} x {loading.sizes[0]}"
+            raise InvalidCheckpointError(
+                f"vLLM's layer is {needed} on this rank, the checkpoint's {found}", key=layer.prefix
+            )
+        for leaf in loading.leaves:
+            _add_placeholder(layer, leaf, partial(loading.take, leaf))
+        self._loading = loading
+
+    def process_weights_after_loading(self, layer: Module) -> None:
+        if self._loading is None:
+            return
+        _require_complete(self._loading.missing)
+        for leaf in self._loading.leaves:
+            delattr(layer, leaf)
+        self._loading = None
+
+    def apply(self, layer: Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        # vLLM holds the bias, cuts it, and leaves it out on all ranks but one of a row-parallel layer.
+        return cast(QuantLinear | CompositeLinear, getattr(layer, MEMBER)).run(x, bias)
+
+
+class OmniplatMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
+    """vLLM's layer of experts, with vLLM's routing."""
+
+    def __init__(self, layer: RoutedExperts, planned: PlannedLayer, layers: EngineLayers) -> None:
+        super().__init__(layer.moe_config)
+        self._planned = planned
+        self._layers = layers
+        self._loading: LoadingExperts | None = None
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Raises UsageError where ranks cannot share the layer, InvalidCheckpointError where sizes differ,
+        UsageError for what the kernel contract cannot say."""
+        loading = LoadingExperts(layer, self._planned, self._layers)
+        found = loading.sizes
+        if found != (num_experts, hidden_size, intermediate_size_per_partition):
+            raise InvalidCheckpointError(
+                f"vLLM's layer has {num_experts} experts of {intermediate_size_per_partition} x {hidden_size} on this "
+                f"rank, the checkpoint's {found[0]} of {found[2]} x {found[1]}",
+                key=layer.layer_name,
+            )
+        for leaf in loading.leaves:
+            _add_placeholder(layer, leaf, partial(loading.take, leaf))
+        self._loading = loading
+
+    def process_weights_after_loading(self, layer: Module) -> None:
+        if self._loading is None:
+            return
+        _require_complete(self._loading.missing)
+        for leaf in self._loading.leaves:
+            delattr(layer, leaf)
+        self._loading = None
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        """None: it describes vLLM's own kernels."""
+        return
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        experts = cast(QuantExperts, getattr(layer, MEMBER))
+        y: torch.Tensor = experts(x, topk_ids, topk_weights, layer.expert_map)
+        return y
+
+
+def _add_placeholder(layer: Module, name: str, loader: Callable[..., bool | None]) -> None:
+    """A parameter without memory of its own, by which vLLM finds the loader."""
+    param = Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False)
+    layer.register_parameter(name, param)
+    set_weight_attrs(param, {"weight_loader": loader})
+
+
+def _require_complete(missing: Sequence[str]) -> None:
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InvalidCheckpointError(f"vLLM did not deliver it{more}", key=missing[0])
