@@ -113,6 +113,6 @@ def _gguf_values(codes: Array, quant: TensorQuant) -> Float64:
     name = quant.element.removeprefix("gguf_").upper()
     try:
         values = decode(np.ascontiguousarray(codes), GGMLQuantizationType[name])
-    except (KeyError, NotImplementedError) as exc:
-        raise InvalidSchemeError(weight_id(quant), "GGUF's library does not decode this type") from exc
+    except (KeyError, NotImplementedError, ValueError) as exc:
+        raise InvalidSchemeError(weight_id(quant), "its library does not decode these blocks") from exc
     return np.asarray(values, dtype=np.float64)
