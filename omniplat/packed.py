@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from omniplat.formats.resolved import ResolvedModule
 from omniplat.layer import LayerSpec
+from omniplat.moe_block import MoeBlock
 from omniplat.roworder import AS_IS, RowOrder
 
 
@@ -37,7 +38,8 @@ class PackedLayer:
     """A linear layer has `parts`, concatenated along N in this order; `split` says how ranks share it.
 
     A moe layer has `w13` and `w2` instead: per expert the parts of the gate-and-up weight (gate then up, or one
-    fused part) and of the down weight. A stacked 3-D weight is one part for all experts (`stacked` is True).
+    fused part) and of the down weight. A stacked 3-D weight is one part for all experts (`stacked` is True); where
+    it lies as [E, K, N] on disk, `transposed` is True. `block` is what stands beside the routed experts.
     """
 
     spec: LayerSpec
@@ -45,6 +47,8 @@ class PackedLayer:
     w13: tuple[tuple[Part, ...], ...] = ()
     w2: tuple[tuple[Part, ...], ...] = ()
     stacked: bool = False
+    transposed: bool = False
+    block: MoeBlock | None = None
     fused: bool = False
     split: Split = Split()
 

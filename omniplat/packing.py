@@ -15,12 +15,13 @@ from omniplat.checkpoint.folder import MAX_SMOOTHING_BYTES
 from omniplat.findings import Finding, finding
 from omniplat.formats.resolve import Resolution
 from omniplat.formats.resolved import ResolvedModule
-from omniplat.layer import LayerSpec, MoeSpec
+from omniplat.layer import LayerSpec
 from omniplat.models.builtin import UNKNOWN
 from omniplat.models.family import (
     Attention,
     ExpertNames,
     Family,
+    Router,
     Scope,
     StackedNames,
     attention_of,
@@ -29,7 +30,9 @@ from omniplat.models.family import (
     scope_of,
     scoped_attention,
 )
+from omniplat.models.moe import moe_spec, router_of
 from omniplat.models.names import EXPERT
+from omniplat.moe_block import MoeBlock, block_of
 from omniplat.packed import PackedLayer, Part, Split
 from omniplat.roworder import AS_IS, RowOrder
 
@@ -86,7 +89,6 @@ class _Packer:
         self._modules = {module.name: module for module in resolution.modules}
         self._family = family
         self._heads = HeadCounts(resolution.component.config)
-        self._act = str(resolution.component.config.get("hidden_act") or "silu")
         self._dtype = _compute_dtype(resolution.component.config)
         self._findings: list[Finding] = []
         self._invalid: dict[str, str] = {}
@@ -249,11 +251,18 @@ class _Packer:
         first = w13[0][0].module if w13 and w13[0] else modules[0]
         down = w2[0][0].module if w2 and w2[0] else modules[-1]
         rows = sum(part.module.out_features for part in w13[0]) if w13 else 0
-        spec = self._moe_spec(name, first, down, rows, first.in_features, down.out_features, len(w13))
-        return PackedLayer(replace(spec, bias=_has_bias(modules)), w13=tuple(w13), w2=tuple(w2))
+        block = self._block(name)
+        spec = self._moe_spec(block, name, first, down, rows, first.in_features, down.out_features, len(w13))
+        return PackedLayer(replace(spec, bias=_has_bias(modules)), w13=tuple(w13), w2=tuple(w2), block=block)
+
+    def _block(self, name: str) -> MoeBlock:
+        router = router_of(self._family, self._source.config, name) or Router()
+        names = self._family.experts or UNKNOWN.experts
+        return block_of(name, self._modules, self._source.tensors, router, names)
 
     def _moe_spec(
         self,
+        block: MoeBlock,
         name: str,
         first: ResolvedModule,
         down: ResolvedModule,
@@ -271,7 +280,15 @@ class _Packer:
             first.scheme,
             dtype=_DTYPES.get(first.stored_dtype, self._dtype),
             parts=(rows // 2, rows // 2),
-            moe=MoeSpec(experts, rows // 2, self._act, down.scheme if down.scheme != first.scheme else None),
+            moe=moe_spec(
+                self._source.config,
+                name,
+                router_of(self._family, self._source.config, name),
+                experts,
+                rows // 2,
+                down.scheme if down.scheme != first.scheme else None,
+                correction_bias=block.correction_bias is not None,
+            ),
             component=self._component,
         )
 
@@ -312,10 +329,13 @@ class _Packer:
             self._refuse(name, "mixed-fused-shards", f"{name}: numbers of experts differ: {held}", leaves.values())
         first = ups[0] if ups else down
         rows, columns, out = sum(module.out_features for module in ups), first.in_features, down.out_features
-        if self._is_transposed(first, down, fused=len(ups) == 1, names=names):
+        transposed = self._is_transposed(first, down, fused=len(ups) == 1, names=names)
+        if transposed:
             rows, columns, out = sum(module.in_features for module in ups), first.out_features, down.in_features
-        spec = self._moe_spec(name, first, down, rows, columns, out, down.experts)
-        return PackedLayer(replace(spec, bias=_has_bias((*ups, down))), w13=w13, w2=w2, stacked=True)
+        block = self._block(name)
+        spec = self._moe_spec(block, name, first, down, rows, columns, out, down.experts)
+        spec = replace(spec, bias=_has_bias((*ups, down)))
+        return PackedLayer(spec, w13=w13, w2=w2, stacked=True, transposed=transposed, block=block)
 
     def _is_transposed(self, up: ResolvedModule, down: ResolvedModule, *, fused: bool, names: StackedNames) -> bool:
         """True for [E, columns, rows]. Quantized stacks never are; else the shapes tell, and the family where not."""

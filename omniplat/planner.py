@@ -26,6 +26,7 @@ from omniplat.layer import LayerSpec
 from omniplat.legality import TP_SIZES, Cut, cut_layer, rank_spec
 from omniplat.match import Candidate, Match, Policy, match
 from omniplat.models.family import Family
+from omniplat.moe_block import moe_details
 from omniplat.packed import PackedLayer
 from omniplat.packing import Packed, family_of, pack
 from omniplat.scheme import Scheme, TensorQuant
@@ -193,7 +194,7 @@ class _ComponentPlanner:
             declared=_joined(layer, declared=True),
             stored=_joined(layer, declared=False) or "",
             executes=answer.executes,
-            details=_details(spec.scheme),
+            details=_details(spec.scheme) | moe_details(spec.moe, layer.block),
             status=answer.status,
             container=first.storage.container,
             stored_dtype=first.stored_dtype,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omniplat.models.family import ExpertNames, Fused, StackedNames
+from omniplat.models.family import ExpertNames, Fused, Router, StackedNames
 
 QKV = Fused("qkv_proj", ("q_proj", "k_proj", "v_proj"))
 GATE_UP = Fused("gate_up_proj", ("gate_proj", "up_proj"))
@@ -33,3 +33,12 @@ DISK_PARTS = {"qkv_proj": "qkv", "qkv": "qkv", "to_qkv": "qkv", "gate_up_proj": 
 
 #: Multi-token-prediction layers: the projection of embedding and hidden state is never quantized.
 DRAFT_FLOATS = ("eh_proj",)
+
+#: Weights of the chosen experts add up to 1 only where the configuration says so (Qwen's).
+SOFTMAX = Router(renormalize=False)
+#: They always do: softmax over the chosen logits is the same.
+SOFTMAX_OF_CHOSEN = Router(renormalize_key="")
+#: DeepSeek-V3 and those that follow it.
+SIGMOID_IN_GROUPS = Router(scoring="sigmoid", group_score="top2")
+#: gpt-oss' activation, with the values that its model code has.
+SWIGLU_OAI = ("swiglu-oai", 7.0, 1.702)

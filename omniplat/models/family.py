@@ -53,6 +53,36 @@ class StackedNames:
 
 
 @dataclass(frozen=True, slots=True)
+class Router:
+    """How a family's layers choose experts: what its model code fixes, and which keys of config.json say the rest.
+
+    `identifiers`   those of the family's identifiers that it is for; empty for all that no other one names.
+    `scoring`       as `Routing.scoring`; `scoring_key` overrides it where the configuration has that key.
+    `renormalize`, `renormalize_key`   likewise.
+    `group_score`   as `Routing.group_score` where experts form groups; "" where the family has none.
+    `scale_key`     of the factor of all weights; "" for none.
+    `gates`, `correction_biases`, `shared`, `shared_gates`   names of the router, of the vector that corrects its
+                    scores (a tensor), of the shared expert and of its gate, beside the routed experts.
+    `activation`    overrides the configuration's; with it `limit` and `alpha`, unless their keys are there.
+    """
+
+    identifiers: tuple[str, ...] = ()
+    scoring: str = "softmax"
+    scoring_key: str = "scoring_func"
+    renormalize: bool = True
+    renormalize_key: str = "norm_topk_prob"
+    group_score: str = ""
+    scale_key: str = "routed_scaling_factor"
+    gates: tuple[str, ...] = ("gate", "router", "gate.wg")
+    correction_biases: tuple[str, ...] = ("gate.e_score_correction_bias", "e_score_correction_bias")
+    shared: tuple[str, ...] = ("shared_expert", "shared_experts", "shared_mlp")
+    shared_gates: tuple[str, ...] = ("shared_expert_gate",)
+    activation: str = ""
+    limit: float = 0.0
+    alpha: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Scope:
     """A part of a checkpoint with a configuration of its own: modules that have `segment` in their path.
 
@@ -84,6 +114,7 @@ class Family:
     `aliases`       further names that engines have for fused modules; nothing is named after them.
     `renames`       engine's names of single modules, where they differ from the checkpoint's.
     `experts`, `stacked`   how routed experts are named when stored one by one, and when stored as 3-D stacks.
+    `routers`       how they are chosen; the first that fits the configuration's identifiers.
     `disk_orders`   suffix of a tensor that is fused on disk -> kind of its row order (`RowOrder.kind`).
     `disk_parts`    suffix of a tensor that is fused on disk -> what it holds: "qkv" or "halves".
     `column`, `row` modules that engines split along N (column-parallel) and along K (row-parallel); everything
@@ -101,6 +132,7 @@ class Family:
     renames: tuple[Rename, ...] = ()
     experts: tuple[ExpertNames, ...] = ()
     stacked: tuple[StackedNames, ...] = ()
+    routers: tuple[Router, ...] = ()
     disk_orders: Mapping[str, str] = field(default_factory=dict)
     disk_parts: Mapping[str, str] = field(default_factory=dict)
     column: tuple[str, ...] = ()
@@ -171,10 +203,23 @@ def scope_of(name: str) -> Scope | None:
 
 def scoped_attention(config: Mapping[str, Any], scope: Scope) -> Attention:
     """Head counts of one scope; all 0 where its configuration is not there."""
+    found = _scoped(config, scope)
+    return attention_of(found) if found is not None else UNKNOWN_HEADS
+
+
+def configs_of(config: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], ...]:
+    """The configurations that speak of a module, the innermost first."""
+    scope = scope_of(name)
+    inner = _scoped(config, scope) if scope is not None else None
+    scoped = (*_language_configs(inner), inner) if inner is not None else ()
+    return (*scoped, *_language_configs(config), config)
+
+
+def _scoped(config: Mapping[str, Any], scope: Scope) -> Mapping[str, Any] | None:
     found: Any = config
     for key in scope.config.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None
-    return attention_of(found) if isinstance(found, Mapping) else UNKNOWN_HEADS
+    return found if isinstance(found, Mapping) else None
 
 
 def _count(config: Mapping[str, Any], *keys: str) -> int:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from omniplat.models.common import (
     DISK_PARTS,
     EXPERTS,
     GATE_UP,
     QKV,
     SEPARATE,
+    SOFTMAX,
+    SOFTMAX_OF_CHOSEN,
     STACKED,
     TEXT_COLUMN,
     TEXT_HEADS,
     TEXT_ROW,
 )
-from omniplat.models.family import ExpertNames, Family, Fused, Rename
+from omniplat.models.family import ExpertNames, Family, Fused, Rename, Router
 
 #: Fused on disk, gate_and_up_proj with up first and qkv_proj interleaved per KV head.
 HUNYUAN_IMAGE_3 = Family(
@@ -21,6 +25,7 @@ HUNYUAN_IMAGE_3 = Family(
     ("hunyuan_image_3_moe", "HunyuanImage3ForCausalMM", "HunyuanImage3ForConditionalGeneration"),
     renames=(Rename("gate_up_proj", "gate_and_up_proj"), Rename("mlp.gate", "mlp.gate.wg")),
     experts=(ExpertNames("gate_proj", "up_proj", "down_proj", "gate_and_up_proj"),),
+    routers=(SOFTMAX_OF_CHOSEN,),
     disk_orders={"gate_and_up_proj": "halves_swapped", "self_attn.qkv_proj": "qkv_per_kv_head"},
     disk_parts=DISK_PARTS,
     column=("self_attn.qkv_proj", "gate_and_up_proj"),
@@ -51,6 +56,10 @@ QWEN3_OMNI = Family(
     fused=(QKV, GATE_UP, Fused("attn.qkv", ("attn.q", "attn.k", "attn.v"))),
     experts=EXPERTS,
     stacked=STACKED,
+    routers=(
+        replace(SOFTMAX, identifiers=("qwen3_omni_moe_talker", "qwen3_omni_moe_talker_text")),
+        Router(),
+    ),
     disk_parts=DISK_PARTS,
     column=TEXT_COLUMN,
     row=TEXT_ROW,

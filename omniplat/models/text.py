@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from omniplat.models.common import (
     DISK_PARTS,
     DRAFT_FLOATS,
@@ -9,13 +11,17 @@ from omniplat.models.common import (
     GATE_UP,
     QKV,
     SEPARATE,
+    SIGMOID_IN_GROUPS,
+    SOFTMAX,
+    SOFTMAX_OF_CHOSEN,
     STACKED,
+    SWIGLU_OAI,
     TEXT_COLUMN,
     TEXT_HEADS,
     TEXT_ROW,
     W123,
 )
-from omniplat.models.family import ExpertNames, Family, Fused, Rename, StackedNames
+from omniplat.models.family import ExpertNames, Family, Fused, Rename, Router, StackedNames
 
 LLAMA_LIKE = Family(
     "llama",
@@ -80,6 +86,24 @@ QWEN_MOE = Family(
     fused=(QKV, GATE_UP),
     experts=EXPERTS,
     stacked=STACKED,
+    routers=(
+        replace(SIGMOID_IN_GROUPS, identifiers=("dots1",), renormalize=False),
+        replace(
+            SOFTMAX_OF_CHOSEN,
+            identifiers=("ernie4_5_moe",),
+            correction_biases=("moe_statics.e_score_correction_bias",),
+        ),
+        replace(SOFTMAX_OF_CHOSEN, identifiers=("hunyuan_v1_moe", "granitemoe")),
+        Router(
+            ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text"),
+            "sigmoid",
+            renormalize_key="",
+            activation=SWIGLU_OAI[0],
+            limit=SWIGLU_OAI[1],
+            alpha=SWIGLU_OAI[2],
+        ),
+        SOFTMAX,
+    ),
     disk_parts=DISK_PARTS,
     column=TEXT_COLUMN,
     row=TEXT_ROW,
@@ -101,6 +125,7 @@ QWEN_LINEAR_ATTENTION = Family(
     ),
     experts=EXPERTS,
     stacked=STACKED,
+    routers=(Router(),),
     disk_parts=DISK_PARTS,
     column=(*TEXT_COLUMN, "in_proj_qkvz", "in_proj_qkv", "in_proj_z", "in_proj_ba", "in_proj_b", "in_proj_a"),
     row=TEXT_ROW,
@@ -114,6 +139,11 @@ MIXTRAL = Family(
     renames=(Rename("mlp.experts", "block_sparse_moe.experts"), Rename("mlp.gate", "block_sparse_moe.gate")),
     experts=(W123, SEPARATE),
     stacked=STACKED,
+    routers=(
+        Router(("minimax_m2", "MiniMaxM2ForCausalLM"), "sigmoid", renormalize_key=""),
+        Router(("phimoe", "PhiMoEForCausalLM"), ""),
+        SOFTMAX_OF_CHOSEN,
+    ),
     disk_parts=DISK_PARTS,
     column=TEXT_COLUMN,
     row=TEXT_ROW,
@@ -128,6 +158,7 @@ GLM_MOE = Family(
     fused=(QKV, GATE_UP, Fused("fused_qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa"))),
     experts=(SEPARATE,),
     stacked=STACKED,
+    routers=(SIGMOID_IN_GROUPS,),
     disk_parts=DISK_PARTS,
     column=(*TEXT_COLUMN, "q_b_proj", "kv_b_proj"),
     row=TEXT_ROW,
@@ -146,6 +177,11 @@ DEEPSEEK = Family(
     fused=(GATE_UP, Fused("fused_qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa"))),
     experts=(SEPARATE,),
     stacked=STACKED,
+    routers=(
+        Router(("deepseek_v2", "deepseek_vl_v2", "DeepseekV2ForCausalLM"), renormalize=False, group_score="max"),
+        Router(("longcat_flash",), ""),
+        SIGMOID_IN_GROUPS,
+    ),
     disk_parts=DISK_PARTS,
     column=("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "gate_up_proj"),
     row=("o_proj", "down_proj"),
@@ -167,6 +203,8 @@ DEEPSEEK_V4 = Family(
     ),
     experts=(W123,),
     stacked=STACKED,
+    # Scores that nobody else uses, and layers whose tokens name their experts: an engine has to route.
+    routers=(Router(scoring="", scoring_key=""),),
     column=("wq_b", "wo_a", "w1", "w3"),
     row=("wo_b", "w2"),
     floats=("indexer.weights_proj",),
@@ -178,6 +216,7 @@ KIMI_LINEAR = Family(
     renames=(Rename("mlp.experts", "block_sparse_moe.experts"), Rename("mlp.gate", "block_sparse_moe.gate")),
     experts=(W123, SEPARATE),
     stacked=STACKED,
+    routers=(replace(SIGMOID_IN_GROUPS, scoring_key="moe_router_activation_func", renormalize_key="moe_renormalize"),),
     column=(*TEXT_COLUMN, "kv_b_proj", "f_b_proj", "g_b_proj", "b_proj"),
     row=TEXT_ROW,
 )
@@ -187,19 +226,21 @@ GPT_OSS = Family(
     ("gpt_oss", "GptOssForCausalLM"),
     fused=(QKV,),
     stacked=(StackedNames("gate_up_proj", "down_proj", layout="kn", order="interleaved"),),
+    routers=(replace(SOFTMAX_OF_CHOSEN, activation=SWIGLU_OAI[0], limit=SWIGLU_OAI[1], alpha=SWIGLU_OAI[2]),),
     disk_orders={"experts.gate_up_proj": "interleaved"},
     disk_parts=DISK_PARTS,
     column=("q_proj", "k_proj", "v_proj", "qkv_proj"),
     row=("o_proj",),
     heads=TEXT_HEADS,
 )
-#: Stacks of bf16 lie as [E, H, 2I].
+#: Stacks of bf16 lie as [E, H, 2I]. The router weighs the experts' input, which no kernel here does.
 LLAMA_4 = Family(
     "llama4",
     ("llama4", "llama4_text", "Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
     fused=(QKV, GATE_UP),
     experts=(SEPARATE,),
     stacked=(StackedNames("gate_up_proj", "down_proj", "gate_proj", "up_proj", layout="kn"),),
+    routers=(Router(scoring="", scoring_key=""),),
     disk_parts=DISK_PARTS,
     column=TEXT_COLUMN,
     row=TEXT_ROW,

@@ -29,6 +29,13 @@ class Quantized:
     values: torch.Tensor
     scale: torch.Tensor | None = None
 
+    def rows(self, index: torch.Tensor) -> Quantized:
+        """Some of the rows."""
+        scale = self.scale
+        if scale is not None and scale.shape[0] > 1:
+            scale = scale.index_select(0, index)
+        return Quantized(self.values.index_select(0, index), scale)
+
     def dequantized(self) -> torch.Tensor:
         """float32 [M, K]."""
         return self.values if self.scale is None else self.values * self.scale

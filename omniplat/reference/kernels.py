@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
-from omniplat.layer import LayerSpec
+from omniplat.layer import LayerSpec, MoeSpec
 from omniplat.reference import ops as _ops  # registers the operators
 from omniplat.reference.linear import splits_for
 from omniplat.runtime.kernel import LinearKernel, MoeKernel, Prepared
@@ -30,12 +30,16 @@ class LinearConfig:
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """As LinearConfig; names carry the prefix `w13_` or `w2_`."""
+    """As LinearConfig; names carry the prefix `w13_` or `w2_`, `splits` has one entry for each. `limit` and `alpha`
+    are parameters of the activation."""
 
     names: tuple[str, ...]
     w13_scheme: str
     w2_scheme: str
     experts: int
+    splits: tuple[int, int] = (0, 0)
+    limit: float = 0.0
+    alpha: float = 1.0
 
 
 class DequantLinear(LinearKernel[LinearConfig]):
@@ -100,25 +104,15 @@ class Int8Linear(DequantLinear):
     name: ClassVar[str] = "int8_linear"
 
     def prepare(self, weight: WeightTensors, spec: LayerSpec) -> Prepared[LinearConfig]:
-        quant, activation = weight.scheme.weight, weight.scheme.activation
-        if (
-            not quant.element.startswith("int")
-            or quant.bits == 4
-            or quant.granularity not in ("tensor", "channel")
-            or "zero_point" in weight.tensors
-            or activation is None
-            or not activation.symmetric
-            or not activation.element.startswith("int")
-            or activation.granularity not in ("token", "tensor")
-        ):
+        if not _is_integer_product(weight):
             raise UnsupportedCombinationError(
                 "cpu", spec.op, weight.scheme.id, [spec.name], [f"{self.name}  needs integer codes on both sides"]
             )
-        return self._prepared(weight, splits_for(weight.tensors["codes"], 2 ** (activation.bits - 1)))
+        return self._prepared(weight, _splits(weight))
 
 
 class ExpertLoop(MoeKernel[MoeConfig]):
-    """Every scheme, one expert at a time."""
+    """Every scheme; every expert runs once over the rows that chose it, with the products of a linear layer."""
 
     name: ClassVar[str] = "expert_loop"
     config_type = MoeConfig
@@ -129,7 +123,10 @@ class ExpertLoop(MoeKernel[MoeConfig]):
             _check(weight, spec, self.name)
             tensors |= {prefix + name: _bytes(tensor) for name, tensor in weight.tensors.items()}
         schemes = _ops.encode_scheme(w13.scheme), _ops.encode_scheme(w2.scheme)
-        return Prepared(tensors, MoeConfig(tuple(tensors), *schemes, w13.experts))
+        splits = tuple(_splits(weight) if _is_integer_product(weight) else 0 for weight in (w13, w2))
+        moe = spec.moe or MoeSpec(w13.experts, w2.in_features)
+        config = MoeConfig(tuple(tensors), *schemes, w13.experts, (splits[0], splits[1]), moe.limit, moe.alpha)
+        return Prepared(tensors, config)
 
     def apply(
         self,
@@ -154,10 +151,34 @@ class ExpertLoop(MoeKernel[MoeConfig]):
             names,
             config.w13_scheme,
             config.w2_scheme,
+            list(config.splits),
             activation,
+            config.limit,
+            config.alpha,
             out_dtype,
         )
         return y
+
+
+def _is_integer_product(weight: WeightTensors) -> bool:
+    """True where integer codes of a row share one scale, and so do those of an input."""
+    quant, activation = weight.scheme.weight, weight.scheme.activation
+    return (
+        quant.element.startswith("int")
+        and quant.bits != 4
+        and quant.granularity in ("tensor", "channel")
+        and "zero_point" not in weight.tensors
+        and activation is not None
+        and activation.symmetric
+        and activation.element.startswith("int")
+        and activation.granularity in ("token", "tensor")
+    )
+
+
+def _splits(weight: WeightTensors) -> int:
+    assert weight.scheme.activation is not None
+    codes = weight.tensors["codes"]
+    return splits_for(codes.reshape(-1, codes.shape[-1]), 2 ** (weight.scheme.activation.bits - 1))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,27 +42,37 @@ def linear(
     in_bf16 = not splits and _is_exact_in_bf16(x, scheme, tensors, bias, out_dtype) and has_bf16_units()
     if in_bf16 and scheme.is_unquantized:
         return F.linear(x, tensors["codes"], bias)
+    quantized = quantize_input(x, scheme, tensors)
+    if in_bf16 and x.shape[0] >= ROWS_FOR_BF16:
+        return matmul_bf16(quantized.values.to(torch.bfloat16), RowDecoder(scheme.weight, tensors, columns), bias)
+    return multiply(quantized, scheme, tensors, bias, splits).to(out_dtype)
+
+
+def quantize_input(x: torch.Tensor, scheme: Scheme, tensors: Tensors) -> Quantized:
+    """`x` [M, K], M > 0, as the layer sees it: smoothed, then quantized as the scheme says."""
     values = x.to(torch.float32)
     if "pre_scale" in tensors:
         values = values * tensors["pre_scale"]
-    quantized = quantize_activation(values, scheme.activation, tensors)
-    if in_bf16 and x.shape[0] >= ROWS_FOR_BF16:
-        return matmul_bf16(quantized.values.to(torch.bfloat16), RowDecoder(scheme.weight, tensors, columns), bias)
+    return quantize_activation(values, scheme.activation, tensors)
+
+
+def multiply(x: Quantized, scheme: Scheme, tensors: Tensors, bias: torch.Tensor | None, splits: int) -> torch.Tensor:
+    """The product with the weight, plus bias: float32 [M, N]. `splits` as in `linear`."""
     if splits:
-        y = matmul_int8(quantized, tensors["codes"], splits)
+        y = matmul_int8(x, tensors["codes"], splits)
         y.mul_(tensors["scale"].to(torch.float32).reshape(1, -1))
     else:
-        decoder = RowDecoder(scheme.weight, tensors, columns)
-        y = matmul_tiles(quantized.values, decoder)
+        decoder = RowDecoder(scheme.weight, tensors, x.values.shape[1])
+        y = matmul_tiles(x.values, decoder)
         if decoder.row_scale is not None:
             y.mul_(decoder.row_scale)
         if decoder.factor != 1.0:
             y.mul_(decoder.factor)
-    if quantized.scale is not None:
-        y.mul_(quantized.scale)
+    if x.scale is not None:
+        y.mul_(x.scale)
     if bias is not None:
         y.add_(bias)
-    return y.to(out_dtype)
+    return y
 
 
 def matmul_tiles(x: torch.Tensor, decoder: RowDecoder) -> torch.Tensor:

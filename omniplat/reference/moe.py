@@ -1,18 +1,43 @@
-"""Experts, one at a time: the rows that chose an expert are gathered once and run through its two linears."""
+"""Experts: rows are sorted by the expert that they chose, and every expert runs once over its own.
+
+The layer's input is quantized once, before rows are gathered, where all experts see it alike; an expert with a static
+scale or a smoothing vector of its own quantizes the rows that it gets. w2's input is quantized expert by expert.
+Everything between input and output is float32.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from omniplat.errors import UsageError
+from omniplat.oracle.moe import INPUT_ROLES
+from omniplat.reference.activations import Quantized
 from omniplat.reference.decode import Tensors
-from omniplat.reference.linear import linear
+from omniplat.reference.linear import multiply, quantize_input
 from omniplat.scheme import Scheme
 
 
-def activate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """act(gate) * up, float32; raises UsageError for an activation that is not known."""
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """How the experts of one layer compute: schemes of w13 and w2, their `splits` (see `linear`), the activation."""
+
+    w13: Scheme
+    w2: Scheme
+    splits: tuple[int, int] = (0, 0)
+    activation: str = "silu"
+    limit: float = 0.0
+    alpha: float = 1.0
+
+
+def activate(
+    gate: torch.Tensor, up: torch.Tensor, activation: str, limit: float = 0.0, alpha: float = 1.0
+) -> torch.Tensor:
+    """What w2 sees of gate and up (see `MoeSpec`); raises UsageError for an activation that is not known."""
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if activation == "silu":
         return F.silu(gate) * up
     if activation == "gelu":
@@ -21,42 +46,58 @@ def activate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Ten
         return F.gelu(gate, approximate="tanh") * up
     if activation == "relu2":
         return F.relu(gate).square_() * up
-    raise UsageError(f"activation {activation!r} is none of silu, gelu, gelu_tanh, relu2")
+    if activation == "swiglu-oai":
+        return torch.sigmoid(gate * alpha).mul_(gate).mul_(up + 1.0)
+    raise UsageError(f"activation {activation!r} is none of silu, gelu, gelu_tanh, relu2, swiglu-oai")
 
 
 def experts(
     x: torch.Tensor,
     tensors: Tensors,
-    schemes: tuple[Scheme, Scheme],
+    how: Experts,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     expert_map: torch.Tensor | None,
-    activation: str,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`x` [M, K] through its experts, [M, K] in `out_dtype`; everything between is float32.
+    """`x` [M, K] through its experts, [M, K] in `out_dtype`.
 
-    `tensors` holds stacked weights as `w13_<role>` and `w2_<role>`. Raises UsageError for an expert id that is
-    out of range; -1 (also from `expert_map`) contributes nothing.
+    `tensors` holds stacked weights as `w13_<role>` and `w2_<role>`. An id of -1, or one that `expert_map` maps to
+    -1, contributes nothing.
     """
-    count = tensors["w13_codes"].shape[0]
-    ids = topk_ids.to(torch.int64)
-    known = expert_map.numel() if expert_map is not None else count
-    if ids.numel() and not bool(((ids >= -1) & (ids < known)).all()):
-        raise UsageError(f"topk_ids holds ids outside 0..{known - 1}")
+    count, width = tensors["w13_codes"].shape[0], tensors["w2_codes"].shape[1]
+    y = torch.zeros((x.shape[0], width), dtype=torch.float32)
+    ids = topk_ids.reshape(-1).to(torch.int64)
+    if not ids.numel():
+        return y.to(out_dtype)
     if expert_map is not None:
         ids = torch.where(ids < 0, -1, expert_map.to(torch.int64)[ids.clamp(min=0)])
-    y = torch.zeros((x.shape[0], tensors["w2_codes"].shape[1]), dtype=torch.float32)
-    for expert in torch.unique(ids).tolist():
-        if expert < 0:
+    order = torch.argsort(ids, stable=True)
+    rows = order // topk_ids.shape[1]
+    weights = topk_weights.reshape(-1)[order].to(torch.float32).unsqueeze(1)
+    ends = torch.bincount(ids + 1, minlength=count + 1).cumsum(0).tolist()
+    shared = None if _differ(tensors) else quantize_input(x, how.w13, {})
+    for expert in range(count):
+        start, stop = ends[expert], ends[expert + 1]
+        if start == stop:
             continue
-        rows, slots = torch.nonzero(ids == expert, as_tuple=True)
+        chosen = rows[start:stop]
         w13, w2 = _of(tensors, "w13_", expert), _of(tensors, "w2_", expert)
-        hidden = linear(x[rows], schemes[0], w13, w13.get("bias"), torch.float32)
-        gate, up = hidden.chunk(2, dim=1)
-        out = linear(activate(gate, up, activation), schemes[1], w2, w2.get("bias"), torch.float32)
-        y.index_add_(0, rows, out * topk_weights[rows, slots].to(torch.float32).unsqueeze(1))
+        seen = shared.rows(chosen) if shared is not None else quantize_input(x.index_select(0, chosen), how.w13, w13)
+        out = _mlp(seen, w13, w2, how)
+        y.index_add_(0, chosen, out.mul_(weights[start:stop]))
     return y.to(out_dtype)
+
+
+def _mlp(x: Quantized, w13: Tensors, w2: Tensors, how: Experts) -> torch.Tensor:
+    gate, up = multiply(x, how.w13, w13, w13.get("bias"), how.splits[0]).chunk(2, dim=1)
+    hidden = quantize_input(activate(gate, up, how.activation, how.limit, how.alpha), how.w2, w2)
+    return multiply(hidden, how.w2, w2, w2.get("bias"), how.splits[1])
+
+
+def _differ(tensors: Tensors) -> bool:
+    """True where every expert sees the layer's input in its own way."""
+    return any("w13_" + role in tensors for role in INPUT_ROLES)
 
 
 def _of(tensors: Tensors, prefix: str, expert: int) -> dict[str, torch.Tensor]:

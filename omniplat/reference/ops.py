@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from omniplat.reference.linear import linear
-from omniplat.reference.moe import experts
+from omniplat.reference.moe import Experts, experts
 from omniplat.scheme import Scheme
 
 _LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -22,7 +22,8 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 )
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "reference_moe(Tensor x, Tensor[] tensors, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, "
-    "str[] names, str w13_scheme, str w2_scheme, str activation, ScalarType out_dtype) -> Tensor"
+    "str[] names, str w13_scheme, str w2_scheme, int[] splits, str activation, float limit, float alpha, "
+    "ScalarType out_dtype) -> Tensor"
 )
 
 
@@ -74,12 +75,16 @@ def _moe(
     names: Sequence[str],
     w13_scheme: str,
     w2_scheme: str,
+    splits: Sequence[int],
     activation: str,
+    limit: float,
+    alpha: float,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     roles = dict(zip(names, tensors, strict=True))
-    schemes = decode_scheme(w13_scheme), decode_scheme(w2_scheme)
-    return experts(x, roles, schemes, topk_ids, topk_weights, expert_map, activation, out_dtype)
+    w13, w2 = splits
+    how = Experts(decode_scheme(w13_scheme), decode_scheme(w2_scheme), (w13, w2), activation, limit, alpha)
+    return experts(x, roles, how, topk_ids, topk_weights, expert_map, out_dtype)
 
 
 def _moe_fake(
@@ -91,7 +96,10 @@ def _moe_fake(
     names: Sequence[str],
     w13_scheme: str,
     w2_scheme: str,
+    splits: Sequence[int],
     activation: str,
+    limit: float,
+    alpha: float,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     return x.new_empty(x.shape, dtype=out_dtype)

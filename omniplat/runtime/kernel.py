@@ -92,7 +92,10 @@ class MoeKernel(ABC, Generic[C]):
 
     @abstractmethod
     def prepare(self, w13: WeightTensors, w2: WeightTensors, spec: LayerSpec) -> Prepared[C]:
-        """Lay stacked weights out: w13 [E, 2I, K] and w2 [E, K, I], biases [E, 2I] and [E, K] among them."""
+        """Lay stacked weights out: w13 [E, 2I, K] and w2 [E, K, I], biases [E, 2I] and [E, K] among them.
+
+        The activation's parameters, `spec.moe.limit` and `spec.moe.alpha`, belong into the config.
+        """
 
     @abstractmethod
     def apply(
@@ -110,8 +113,9 @@ class MoeKernel(ABC, Generic[C]):
         """`x` [M, K] to [M, K] in `out_dtype`.
 
         `topk_ids` int32 or int64 [M, T] and `topk_weights` f32 [M, T]; `expert_map` int32 [global experts]
-        gives the local index of an expert, or -1 for one that another rank holds, whose contribution is 0.
-        `activation` is "silu", "gelu", "gelu_tanh" or "relu2".
+        gives the local index of an expert, or -1 for one that another rank holds, whose contribution is 0. Ids are
+        known to be in range (`checked_ids`); -1 contributes nothing. `activation` is one of
+        `omniplat.layer.ACTIVATIONS`. x is quantized once for all experts, unless they differ in how they see it.
         """
 
     def workspace_bytes(self, config: C) -> int:

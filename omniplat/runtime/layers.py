@@ -12,6 +12,7 @@ from torch import nn
 
 from omniplat.errors import UsageError
 from omniplat.layer import LayerSpec
+from omniplat.runtime.checks import checked_ids
 from omniplat.runtime.kernel import (
     Kernel,
     LinearKernel,
@@ -167,14 +168,23 @@ class QuantExperts(_KernelLayer):
     ) -> torch.Tensor:
         """`x` [..., K], `topk_ids` and `topk_weights` [..., T]; returns [..., K] in x's dtype.
 
-        An id of -1, or one that `expert_map` maps to -1, contributes nothing.
+        An id of -1, or one that `expert_map` maps to -1, contributes nothing. Raises UsageError for ids that are not
+        integers, out of range, or not as many as their weights (out of range on another device than the CPU: see
+        `checked_ids`).
         """
+        if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.shape != topk_weights.shape:
+            raise UsageError(
+                f"topk_ids is {topk_ids.dtype} {list(topk_ids.shape)}, topk_weights {list(topk_weights.shape)}: needed "
+                "int32 or int64 ids, and a weight for each"
+            )
         slots = topk_ids.shape[-1]
+        assert self.spec.moe is not None
+        known = self.spec.moe.experts if expert_map is None else expert_map.shape[0]
         rows = self.kernel.apply(
             self.config,
             self._tensors(),
             x.reshape(-1, x.shape[-1]),
-            topk_ids.reshape(-1, slots),
+            checked_ids(topk_ids.reshape(-1, slots), known),
             topk_weights.reshape(-1, slots),
             expert_map,
             self.activation,
