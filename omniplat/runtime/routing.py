@@ -30,11 +30,7 @@ def route(
     choice = scores if correction_bias is None else scores + correction_bias.to(torch.float32).reshape(experts)
     if routing.groups > 1:
         grouped = choice.view(rows, routing.groups, experts // routing.groups)
-        worth = (
-            grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(2)
-            if routing.group_score == "top2"
-            else grouped.amax(2)
-        )
+        worth = grouped.topk(min(2 if routing.group_score == "top2" else 1, grouped.shape[2]), dim=2).values.sum(2)
         best = worth.topk(routing.topk_groups, dim=1).indices
         kept = torch.zeros_like(worth, dtype=torch.bool).scatter(1, best, True)
         choice = grouped.masked_fill(~kept.unsqueeze(2), -torch.inf).view(rows, experts)
