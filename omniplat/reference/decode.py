@@ -155,7 +155,11 @@ class RowDecoder:
             self._apply(out, scale_values(self._tensors["scale"][start:stop], self._quant))
         if "scale2" in self._tensors:
             per_512 = self._tensors["scale2"][start:stop].to(torch.float32)
-            out.view(out.shape[0], -1, DUAL_COLUMNS).mul_(per_512.unsqueeze(-1))
+            whole = self._columns // DUAL_COLUMNS * DUAL_COLUMNS
+            out[:, :whole].unflatten(1, (-1, DUAL_COLUMNS)).mul_(per_512[:, : whole // DUAL_COLUMNS, None])
+            if whole < self._columns:
+                # the last of 512 may be partial
+                out[:, whole:].mul_(per_512[:, -1:])
         return out
 
     def _row_scale(self) -> torch.Tensor | None:
