@@ -1,4 +1,4 @@
-"""Where the files of a checkpoint come from: the few things that opening and planning ask of a folder or a repository."""
+"""Where the files of a checkpoint come from: what opening and planning ask of a folder or a repository."""
 
 from __future__ import annotations
 
