@@ -156,7 +156,8 @@ class RowDecoder:
         if "scale2" in self._tensors:
             per_512 = self._tensors["scale2"][start:stop].to(torch.float32)
             whole = self._columns // DUAL_COLUMNS * DUAL_COLUMNS
-            out[:, :whole].unflatten(1, (-1, DUAL_COLUMNS)).mul_(per_512[:, : whole // DUAL_COLUMNS, None])
+            groups = whole // DUAL_COLUMNS
+            out[:, :whole].view(out.shape[0], groups, DUAL_COLUMNS).mul_(per_512[:, :groups, None])
             if whole < self._columns:
                 # the last of 512 may be partial
                 out[:, whole:].mul_(per_512[:, -1:])
