@@ -42,13 +42,15 @@ def plan(
     allow: Iterable[str] = (),
     prefer: str | None = None,
     engine: str | None = None,
+    revision: str | None = None,
 ) -> Plan:
     """What runs every layer of `checkpoint` on `device`, and why. Reads headers only; needs no torch.
 
-    `device` is "kind", "kind:arch", a Device or None for this machine; with `engine` ("vllm") the plan also says what
-    that engine's own loader cannot deliver. Raises InvalidCheckpointError for files
-    that cannot be read, InvalidDeviceError, UsageError, or a Backend...Error; what is wrong with the metadata
-    or unsupported is in the plan.
+    `checkpoint` is a path or, where no such path exists, an id of the Hugging Face Hub (`org/name`, extra `hub`), of
+    which `revision` is a branch, tag or commit. `device` is "kind", "kind:arch", a Device or None for this machine;
+    with `engine` ("vllm") the plan also says what that engine's own loader cannot deliver. Raises
+    InvalidCheckpointError for files that cannot be read, InvalidDeviceError, UsageError, or a Backend...Error; what is
+    wrong with the metadata or unsupported is in the plan.
     """
     return make_planned(
         checkpoint,
@@ -60,6 +62,7 @@ def plan(
         allow=allow,
         prefer=prefer,
         engine=engine,
+        revision=revision,
     ).plan
 
 
@@ -75,8 +78,10 @@ def load(
     """Plan `checkpoint`, then load every quantized layer: {layer name: module}, in a pipeline `component/name`.
 
     Raises, before any weight is read, UnsupportedCombinationError when a layer has no kernel and
-    InvalidCheckpointError when metadata and tensors contradict each other.
+    InvalidCheckpointError when metadata and tensors contradict each other, or for an id of the Hub: nothing is
+    downloaded here.
     """
+    require_files(checkpoint)
     planned = make_planned(checkpoint, device, backend=backend, component=component, allow=allow, prefer=prefer)
     return {name: module for name, _, module in load_layers(planned)}
 
@@ -99,6 +104,14 @@ def load_layers(planned: Planned) -> Iterable[tuple[str, PlannedLayer, Any]]:
         kernel = load_kernel(item.capability.impl)
         name = f"{item.layer.component}/{item.layer.name}" if item.layer.component else item.layer.name
         yield name, item, load_layer(item.packed, kernel, readers[item.layer.component])
+
+
+def require_files(checkpoint: str | os.PathLike[str]) -> None:
+    """Raise InvalidCheckpointError, with the line that downloads it, for an id of the Hub."""
+    if not os.path.lexists(checkpoint):
+        from omniplat.checkpoint.hub import require_local
+
+        require_local(checkpoint)
 
 
 def require_torch() -> None:
@@ -159,6 +172,7 @@ def make_planned(
     allow: Iterable[str] = (),
     prefer: str | None = None,
     engine: str | None = None,
+    revision: str | None = None,
     registry: Registry | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Planned:
@@ -170,7 +184,7 @@ def make_planned(
         raise UsageError(f"tp and ep must be positive, found {tp} and {ep}")
     asked = resolve_device(device, registry, environ) if isinstance(device, str) else device
     chosen = choose_backend(asked, backend, registry, environ)
-    opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else _open(checkpoint, revision)
     if component is not None and component not in {item.name for item in opened.components}:
         names = ", ".join(item.name or "(the checkpoint itself)" for item in opened.components)
         raise UsageError(f"no component {component!r}; the checkpoint has: {names}")
@@ -180,6 +194,14 @@ def make_planned(
     formats = [registry.load(FORMATS, name) for name in registry.names(FORMATS)]
     families = [family for name in registry.names(MODELS) for family in registry.load(MODELS, name)]
     return make_plan(opened, target, formats, families, component)
+
+
+def _open(checkpoint: str | os.PathLike[str], revision: str | None) -> Checkpoint:
+    if revision is None and os.path.lexists(checkpoint):
+        return open_checkpoint(checkpoint)
+    from omniplat.checkpoint.hub import open_named
+
+    return open_named(checkpoint, revision)
 
 
 def _policy(allow: Iterable[str], prefer: str) -> Policy:

@@ -22,6 +22,7 @@ class PlanCheckpoint:
     path: str
     formats: tuple[str, ...]
     components: tuple[str, ...]
+    revision: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,7 @@ def make_plan(
             str(checkpoint.path),
             tuple(dict.fromkeys(item.format for item in resolutions if item.format)),
             tuple(item.component.name for item in resolutions),
+            checkpoint.revision,
         ),
         PlanDevice(target.device.kind, target.device.arch, target.device.name, target.device.described),
         tuple(item.layer for item in layers),

@@ -19,7 +19,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-CheckpointArgument = Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint folder or .safetensors file.")]
+CheckpointArgument = Annotated[
+    str, typer.Argument(metavar="CKPT", help="A checkpoint folder or file, or for `plan` a Hub id.")
+]
 DeviceOption = Annotated[
     str | None, typer.Option("--device", metavar="D", help="kind, kind:arch, or the output of `info --json`.")
 ]
@@ -52,6 +54,7 @@ def plan(
     allow: AllowOption = None,
     prefer: PreferOption = None,
     engine: Annotated[str | None, typer.Option("--engine", help="vllm: also what its loader cannot deliver.")] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a Hub id.")] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Every layer on its own line.")] = False,
     explain: Annotated[str | None, typer.Option("--explain", metavar="LAYER", help="One layer's whole story.")] = None,
     json_output: JsonOption = False,
@@ -61,7 +64,7 @@ def plan(
 
     code = plan_command(
         checkpoint, device, backend=backend, tp=tp, ep=ep, component=component, allow=allow or [], prefer=prefer,
-        engine=engine, show_all=show_all, explain=explain, json_output=json_output,
+        engine=engine, revision=revision, show_all=show_all, explain=explain, json_output=json_output,
     )  # fmt: skip
     raise typer.Exit(code)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from omniplat.api import make_planned, require_loadable, require_torch
+from omniplat.api import make_planned, require_files, require_loadable, require_torch
 from omniplat.checkpoint.folder import open_checkpoint
 from omniplat.cli.output import answering_no, human_bytes, print_json
 from omniplat.errors import UsageError
@@ -18,6 +18,7 @@ def convert_command(source: str, destination: Path, to: str, *, json_output: boo
     """Body of the command. Nothing is written unless all of it can be."""
     if to not in TARGETS:
         raise UsageError(f"cannot convert to {to!r}; known: {', '.join(TARGETS)}")
+    require_files(source)
     checkpoint = open_checkpoint(source)
     # What is dequantized does not depend on a device; the cpu's plan has the resolved modules.
     planned = make_planned(checkpoint, "cpu")

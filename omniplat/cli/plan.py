@@ -33,6 +33,7 @@ def plan_command(
     allow: Sequence[str],
     prefer: str | None,
     engine: str | None,
+    revision: str | None,
     show_all: bool,
     explain: str | None,
     json_output: bool,
@@ -48,6 +49,7 @@ def plan_command(
         allow=allow,
         prefer=prefer,
         engine=engine,
+        revision=revision,
     )
     if json_output:
         print_json(plan.to_dict())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omniplat.api import load_layers, make_planned, require_torch
+from omniplat.api import load_layers, make_planned, require_files, require_torch
 from omniplat.checkpoint.folder import Component, open_checkpoint
 from omniplat.checkpoint.reader import ShardReader
 from omniplat.cli.output import answering_no, human_bytes, make_console, print_json
@@ -36,6 +36,7 @@ def run_command(
     json_output: bool,
 ) -> int:
     """Body of the command. Returns 1 when the plan has an error or a layer's output is not finite."""
+    require_files(checkpoint)
     planned = make_planned(checkpoint, device, backend=backend, component=component, allow=allow, prefer=prefer)
     if not planned.plan.ok:
         _show_refusal(planned, json_output)
