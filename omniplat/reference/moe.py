@@ -10,13 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from omniplat.errors import UsageError
 from omniplat.oracle.moe import INPUT_ROLES
 from omniplat.reference.activations import Quantized
 from omniplat.reference.decode import Tensors
 from omniplat.reference.linear import multiply, quantize_input
+from omniplat.runtime.activate import activate
 from omniplat.scheme import Scheme
 
 
@@ -30,25 +29,6 @@ class Experts:
     activation: str = "silu"
     limit: float = 0.0
     alpha: float = 1.0
-
-
-def activate(
-    gate: torch.Tensor, up: torch.Tensor, activation: str, limit: float = 0.0, alpha: float = 1.0
-) -> torch.Tensor:
-    """What w2 sees of gate and up (see `MoeSpec`); raises UsageError for an activation that is not known."""
-    if limit:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    if activation == "silu":
-        return F.silu(gate) * up
-    if activation == "gelu":
-        return F.gelu(gate) * up
-    if activation == "gelu_tanh":
-        return F.gelu(gate, approximate="tanh") * up
-    if activation == "relu2":
-        return F.relu(gate).square_() * up
-    if activation == "swiglu-oai":
-        return torch.sigmoid(gate * alpha).mul_(gate).mul_(up + 1.0)
-    raise UsageError(f"activation {activation!r} is none of silu, gelu, gelu_tanh, relu2, swiglu-oai")
 
 
 def experts(

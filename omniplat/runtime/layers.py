@@ -49,7 +49,19 @@ class LayerDescription:
             raise UsageError(f"not the description of a layer: {exc}") from exc
 
 
-class _KernelLayer(nn.Module):
+class KeepsDtypes(nn.Module):
+    """A module whose tensors follow the model's moves (`.to(device)`) but no casts (`.half()`): a scale in another
+    dtype is another scale, and fp8 codes count as floating point to torch."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> KeepsDtypes:
+        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _KernelLayer(KeepsDtypes):
     """Buffers of one kernel. The state dict carries the kernel's config, so that bytes of another scheme or
     kernel whose shapes happen to agree cannot be loaded into this layer."""
 
@@ -66,16 +78,6 @@ class _KernelLayer(nn.Module):
             if name == "bias":
                 raise UsageError(f"{kernel.name} prepared a buffer named bias, which belongs to the layer")
             self.register_buffer(name, tensor)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _KernelLayer:
-        """Moves follow the model (`.to(device)`), casts do not (`.half()`): a scale in another dtype is another
-        scale, and fp8 codes count as floating point to torch."""
-
-        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
-            moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
-
-        return super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name) for name in self._names}

@@ -8,7 +8,7 @@ Formats never see slices, the slicer never sees dialects, kernels see neither.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -168,6 +168,8 @@ class MoeLoader:
         for groups in (layer.w13, layer.w2):
             if len(groups) != expected:
                 raise InvalidCheckpointError(f"{len(groups)} experts found, {expected} expected", key=layer.spec.name)
+            if not all(groups):
+                raise InvalidCheckpointError(f"expert {groups.index(())} is missing", key=layer.spec.name)
         for module in layer.modules if layer.stacked else ():
             if module.experts != moe.experts:
                 raise InvalidCheckpointError(
@@ -203,7 +205,11 @@ class MoeLoader:
         """Take the roles, as stored, of one module; of one expert of a stacked one, without the leading dimension."""
         part = self.part_of(slot)
         name, local = part.module.name, slot.expert - self.experts.start
-        weight = canonical_module(part.module, arrays, part.row_order)
+        module = part.module
+        if self.layer.transposed:
+            arrays = {**arrays, "codes": arrays["codes"].T}
+            module = replace(module, out_features=module.in_features, in_features=module.out_features)
+        weight = canonical_module(module, arrays, part.row_order)
         if slot.down:
             self._w2.put(_column_slice(weight, self._rank), 0, module=name, expert=local)
         elif self._rank.tp_size == 1:
