@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from omniplat.formats.matching import Matcher
-from omniplat.formats.resolved import DecidedBy
 from omniplat.scheme import UNQUANTIZED, Scheme
 
 
@@ -81,6 +80,7 @@ class Declaration:
                      False for dialects that leave out modules without listing them.
     `unlisted`     the modules that this producer leaves out without listing them (an output head), where it speaks
                    of all others.
+    `notes`        what the dialect leaves open and how it was read; each becomes a finding.
     """
 
     format: str
@@ -92,7 +92,4 @@ class Declaration:
     speaks_of_all: bool = True
     default_key: str = ""
     unlisted: Matcher | None = None
-    notes: tuple[str, ...] = field(default=())
-
-    def decided_by_default(self) -> DecidedBy:
-        return DecidedBy(self.file, self.default_key or "default")
+    notes: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ Two spellings of the same content exist: flat in config.json (`ignore`) and nest
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from omniplat.errors import UnsupportedOptionError
@@ -65,9 +65,19 @@ class ModelOptFormat:
                     "MIXED_PRECISION lists no layers", file=fields.file, key=fields.path("quantized_layers")
                 )
             rules += [_layer_rule(name, layer, parts_of) for name, layer in layers]
-            return Declaration(self.name, source.file, NOT_QUANTIZED, tuple(rules), default_key="quantized_layers")
-        declared = _declared(algorithm, fields, source)
-        return Declaration(self.name, source.file, declared, tuple(rules), default_key=f"quant_algo={algorithm}")
+            default, default_key = NOT_QUANTIZED, "quantized_layers"
+        else:
+            default, default_key = _declared(algorithm, fields, source), f"quant_algo={algorithm}"
+        schemes = [default.scheme, *(rule.declared.scheme for rule in rules)]
+        notes = _single_file_notes(source, schemes)
+        return Declaration(self.name, source.file, default, tuple(rules), default_key=default_key, notes=notes)
+
+
+def _single_file_notes(source: Fields, schemes: Sequence[Scheme]) -> tuple[str, ...]:
+    """Exports of one file may lay NVFP4 scales out in tiles of 128 x 4; where nothing is padded no shape shows it."""
+    if not source.key.startswith("__metadata__") or all(scheme.weight_id != "nvfp4" for scheme in schemes):
+        return ()
+    return ("block scales of a single-file NVFP4 export may be tiled and the file does not say: they are read as rows",)
 
 
 def _declared(algorithm: str, fields: Fields, source: Fields) -> Declared:

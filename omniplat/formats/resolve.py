@@ -321,6 +321,10 @@ class _Resolver:
     def findings(self) -> list[Finding]:
         idle = {key for key, hits in self._hits.items() if not any(hits.values())}
         found = self._notes.findings(self._component.name)
+        for text in self._declaration.notes if self._declaration is not None else ():
+            found.append(
+                finding("known-quirk", text, severity="warning", component=self._component.name, file=self._file)
+            )
         return found + idle_findings(self._component, self._file, self._rules.values(), idle, self._index)
 
     @property

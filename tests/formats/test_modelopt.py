@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import bf16, fp8_tensor, mxfp8
+import omniplat
+from tests.support.checkpoints import bf16, fp8_tensor, mxfp8, write_shard
 from tests.support.resolving import codes, only, resolve, schemes
 
 FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
@@ -155,3 +157,10 @@ def test_an_unknown_algorithm_is_named_with_its_file(tmp_path: Path, algorithm: 
     problem = only(found, "unsupported-option")
     assert repr(algorithm) in problem.message
     assert "config.json" in problem.message
+
+
+def test_what_a_single_file_leaves_open_is_said(tmp_path: Path) -> None:
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    write_shard(tmp_path / "x.safetensors", nvfp4("m", 128, 256), metadata={"quantization_config": json.dumps(config)})
+    plan = omniplat.plan(tmp_path / "x.safetensors", "cpu")
+    assert [(f.severity, "tiled" in f.message) for f in plan.findings if f.code == "known-quirk"] == [("warning", True)]
