@@ -30,8 +30,9 @@ from omniplat.integrations.vllm_loading import MEMBER
 from omniplat.packed import PackedLayer, Split, select_part
 from omniplat.planner import Planned, PlannedLayer
 from omniplat.runtime.kernel import load_kernel
-from omniplat.runtime.layers import QuantExperts, QuantLinear
+from omniplat.runtime.layers import CompositeLinear, QuantExperts, QuantLinear
 from omniplat.runtime.load import load_layer
+from omniplat.runtime.plain import PlainLinear
 from omniplat.runtime.slicer import Rank
 from omniplat.runtime.tensors import to_tensor
 from tests.vllm.engine import Experts, Model, build, engine, load
@@ -67,9 +68,9 @@ def standalone(planned: Planned, module: LinearBase, rank: int, world: int) -> l
 
 
 def load_alone(planned: Planned, item: PlannedLayer, packed: PackedLayer, rank: int, world: int) -> QuantLinear:
-    assert item.capability is not None
     reader = ShardReader(planned.resolutions[0].component.root)
-    loaded = load_layer(packed, load_kernel(item.capability.impl), reader, rank=Rank(rank, world))
+    kernel = load_kernel(item.capability.impl) if item.capability is not None else PlainLinear()
+    loaded = load_layer(packed, kernel, reader, rank=Rank(rank, world))
     assert isinstance(loaded, QuantLinear)
     return loaded
 
@@ -193,6 +194,69 @@ def partial_blocks(rank: int, world: int, scratch: Path) -> None:
     run_dense(folder, ALL, rank, world)
 
 
+def composite(rank: int, world: int, scratch: Path) -> None:
+    """One module of vLLM whose parts differ: q and k int4, v int8 with a bias for all; gate int4, up unquantized."""
+    hidden, heads, kv, dim, inner = 256, 8, 4, 32, 256
+    int4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    int8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    groups = {
+        "a": {"targets": ["re:.*(q|k|gate|o|down)_proj$"], "weights": int4, "format": "pack-quantized"},
+        "b": {"targets": ["re:.*v_proj$"], "weights": int8, "format": "int-quantized"},
+    }
+    random = np.random.default_rng(1)
+    torch.manual_seed(1)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def put_int4(name: str, rows: int, columns: int) -> None:
+        words = random.integers(-(2**31), 2**31, (rows, columns // 8)).astype(np.int32)
+        tensors[f"{name}.weight_packed"] = torch.from_numpy(words)
+        tensors[f"{name}.weight_scale"] = torch.rand(rows, columns // 32, dtype=torch.float32).to(torch.bfloat16) + 0.1
+        tensors[f"{name}.weight_shape"] = torch.tensor([rows, columns])
+
+    for layer in (0, 1):
+        at = f"model.layers.{layer}.self_attn"
+        put_int4(f"{at}.q_proj", heads * dim, hidden)
+        put_int4(f"{at}.k_proj", kv * dim, hidden)
+        put_int4(f"{at}.o_proj", hidden, heads * dim)
+        codes = random.integers(-128, 128, (kv * dim, hidden)).astype(np.int8)
+        tensors[f"{at}.v_proj.weight"] = torch.from_numpy(codes)
+        tensors[f"{at}.v_proj.weight_scale"] = torch.rand(kv * dim, 1) + 0.1
+        put_int4(f"model.layers.{layer}.mlp.gate_proj", inner, hidden)
+        tensors[f"model.layers.{layer}.mlp.up_proj.weight"] = torch.randn(inner, hidden).to(torch.bfloat16)
+        put_int4(f"model.layers.{layer}.mlp.down_proj", hidden, inner)
+    config = {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": hidden, "head_dim": dim,
+        "num_attention_heads": heads, "num_key_value_heads": kv, "intermediate_size": inner, "num_hidden_layers": 2,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups,
+            "ignore": ["re:.*up_proj$"], "quantization_status": "compressed",
+        },
+    }  # fmt: skip
+    folder = scratch / f"composite-{world}-{rank}"
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    planned = make_planned(folder, "cpu", engine="vllm")
+    with engine(world), torch.no_grad():
+        model = build(config, OmniplatConfig(planned), ALL)
+        load(model, folder)
+        assert assert_same(model, planned, rank, world) == 6
+        qkv = model.model.layers[0].self_attn.qkv_proj
+        member = getattr(qkv, MEMBER)
+        assert isinstance(member, CompositeLinear)
+        kinds = {name: part.spec.scheme.weight_id for name, part in member.parts.items()}
+        assert kinds == {"q_proj": "int4-g32", "k_proj": "int4-g32", "v_proj": "int8-channel"}
+        x = next(inputs(hidden))
+        bias = torch.randn(sum(qkv.output_partition_sizes)).to(torch.bfloat16)
+        parts = [
+            part.run(x, b)
+            for part, b in zip(member.parts.values(), bias.split(qkv.output_partition_sizes), strict=True)
+        ]
+        assert torch.equal(qkv.quant_method.apply(qkv, x, bias), torch.cat(parts, dim=-1))
+        assert not torch.equal(parts[0], next(iter(member.parts.values())).run(x, None))
+
+
 def cut_blocks(rank: int, world: int, scratch: Path) -> None:
     """A shard that would cut a block is refused when the layer is built, before a weight is read."""
     folder = folder_of("lc-qwen3-fp8-block")
@@ -253,6 +317,7 @@ CHECKS: dict[str, Check] = {
     "int8": partial(dense, "lc-qwen3-w8a8-int8", ALL),
     "mxfp4": partial(dense, "lc-qwen3moe-mxfp4", frozenset({"attention"})),
     "fp8-block-partial": partial_blocks,
+    "composite": composite,
     "experts": partial(experts, False),
 }
 #: Only with one rank, and only with two.

