@@ -35,17 +35,12 @@ def linear(
     `splits` > 0: both sides are integers, multiplied exactly; the number of pieces of K whose products of codes
     are exact in float32. 0: everything else.
     """
-    columns = x.shape[1]
-    rows = tensors["codes"].shape[0]
-    if x.shape[0] == 0 or rows == 0:
-        return x.new_zeros((x.shape[0], rows), dtype=out_dtype)
-    in_bf16 = not splits and _is_exact_in_bf16(x, scheme, tensors, bias, out_dtype) and has_bf16_units()
+    if x.shape[0] == 0 or tensors["codes"].shape[0] == 0:
+        return x.new_zeros((x.shape[0], tensors["codes"].shape[0]), dtype=out_dtype)
+    in_bf16 = not splits and x.dtype == out_dtype == torch.bfloat16 and runs_in_bf16(scheme, tensors["codes"], bias)
     if in_bf16 and scheme.is_unquantized:
         return F.linear(x, tensors["codes"], bias)
-    quantized = quantize_input(x, scheme, tensors)
-    if in_bf16 and x.shape[0] >= ROWS_FOR_BF16:
-        return matmul_bf16(quantized.values.to(torch.bfloat16), RowDecoder(scheme.weight, tensors, columns), bias)
-    return multiply(quantized, scheme, tensors, bias, splits).to(out_dtype)
+    return multiply(quantize_input(x, scheme, tensors), scheme, tensors, bias, splits, out_dtype, in_bf16=in_bf16)
 
 
 def quantize_input(x: torch.Tensor, scheme: Scheme, tensors: Tensors) -> Quantized:
@@ -56,8 +51,25 @@ def quantize_input(x: torch.Tensor, scheme: Scheme, tensors: Tensors) -> Quantiz
     return quantize_activation(values, scheme.activation, tensors)
 
 
-def multiply(x: Quantized, scheme: Scheme, tensors: Tensors, bias: torch.Tensor | None, splits: int) -> torch.Tensor:
-    """The product with the weight, plus bias: float32 [M, N]. `splits` as in `linear`."""
+def multiply(
+    x: Quantized,
+    scheme: Scheme,
+    tensors: Tensors,
+    bias: torch.Tensor | None,
+    splits: int,
+    out_dtype: torch.dtype,
+    *,
+    in_bf16: bool = False,
+) -> torch.Tensor:
+    """The product with the weight, plus bias: [M, N] in `out_dtype`, M > 0. `splits` as in `linear`.
+
+    `in_bf16` (see `runs_in_bf16`) only for an input of bf16 numbers and an output in bf16.
+    """
+    if in_bf16 and scheme.weight.element == "bf16":
+        return F.linear(x.dequantized().to(torch.bfloat16), tensors["codes"], bias)
+    if in_bf16 and x.values.shape[0] >= ROWS_FOR_BF16:
+        decoder = RowDecoder(scheme.weight, tensors, x.values.shape[1])
+        return matmul_bf16(x.values.to(torch.bfloat16), decoder, bias)
     if splits:
         y = matmul_int8(x, tensors["codes"], splits)
         y.mul_(tensors["scale"].to(torch.float32).reshape(1, -1))
@@ -72,7 +84,7 @@ def multiply(x: Quantized, scheme: Scheme, tensors: Tensors, bias: torch.Tensor 
         y.mul_(x.scale)
     if bias is not None:
         y.add_(bias)
-    return y
+    return y.to(out_dtype)
 
 
 def matmul_tiles(x: torch.Tensor, decoder: RowDecoder) -> torch.Tensor:
@@ -178,16 +190,16 @@ def has_bf16_units() -> bool:
     return bool(probe() and torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
-def _is_exact_in_bf16(
-    x: torch.Tensor, scheme: Scheme, tensors: Tensors, bias: torch.Tensor | None, out_dtype: torch.dtype
-) -> bool:
-    """True where every operand is a bf16 number, so that a bf16 product differs in the order of its sums only."""
+def runs_in_bf16(scheme: Scheme, codes: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """True where a product of bf16 numbers differs in the order of its sums only, and the CPU has units for it.
+
+    Every operand is a bf16 number then, provided that the input is one before it is quantized.
+    """
     bf16, activation = torch.bfloat16, scheme.activation
     return (
-        x.dtype == bf16
-        and out_dtype == bf16
-        and not scheme.pre_scale
+        not scheme.pre_scale
         and (bias is None or bias.dtype == bf16)
-        and is_exact_in_bf16(scheme.weight, tensors["codes"].dtype)
+        and is_exact_in_bf16(scheme.weight, codes.dtype)
         and (activation is None or is_exact_in_bf16(activation, bf16))
+        and has_bf16_units()
     )

@@ -2,7 +2,8 @@
 
 The layer's input is quantized once, before rows are gathered, where all experts see it alike; an expert with a static
 scale or a smoothing vector of its own quantizes the rows that it gets. w2's input is quantized expert by expert.
-Everything between input and output is float32.
+Everything between input and output is float32; but where the input is bf16 and every operand is a bf16 number, both
+products give bf16 on CPUs that have units for it, as the model's own code does. The weighted sum is float32 always.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from omniplat.oracle.moe import INPUT_ROLES
 from omniplat.reference.activations import Quantized
 from omniplat.reference.decode import Tensors
-from omniplat.reference.linear import multiply, quantize_input
+from omniplat.reference.linear import multiply, quantize_input, runs_in_bf16
 from omniplat.runtime.activate import activate
 from omniplat.scheme import Scheme
 
@@ -56,6 +57,7 @@ def experts(
     rows = order // topk_ids.shape[1]
     weights = topk_weights.reshape(-1)[order].to(torch.float32).unsqueeze(1)
     ends = torch.bincount(ids + 1, minlength=count + 1).cumsum(0).tolist()
+    inner = torch.bfloat16 if x.dtype == torch.bfloat16 and _is_bf16(tensors, how) else torch.float32
     shared = None if _differ(tensors) else quantize_input(x, how.w13, {})
     for expert in range(count):
         start, stop = ends[expert], ends[expert + 1]
@@ -64,15 +66,26 @@ def experts(
         chosen = rows[start:stop]
         w13, w2 = _of(tensors, "w13_", expert), _of(tensors, "w2_", expert)
         seen = shared.rows(chosen) if shared is not None else quantize_input(x.index_select(0, chosen), how.w13, w13)
-        out = _mlp(seen, w13, w2, how)
+        out = _mlp(seen, w13, w2, how, inner).to(torch.float32)
         y.index_add_(0, chosen, out.mul_(weights[start:stop]))
     return y.to(out_dtype)
 
 
-def _mlp(x: Quantized, w13: Tensors, w2: Tensors, how: Experts) -> torch.Tensor:
-    gate, up = multiply(x, how.w13, w13, w13.get("bias"), how.splits[0]).chunk(2, dim=1)
-    hidden = quantize_input(activate(gate, up, how.activation, how.limit, how.alpha), how.w2, w2)
-    return multiply(hidden, how.w2, w2, w2.get("bias"), how.splits[1])
+def _mlp(x: Quantized, w13: Tensors, w2: Tensors, how: Experts, inner: torch.dtype) -> torch.Tensor:
+    in_bf16 = inner is torch.bfloat16
+    both = multiply(x, how.w13, w13, w13.get("bias"), how.splits[0], inner, in_bf16=in_bf16)
+    gate, up = both.to(torch.float32).chunk(2, dim=1)
+    hidden = activate(gate, up, how.activation, how.limit, how.alpha).to(inner)
+    return multiply(
+        quantize_input(hidden, how.w2, w2), how.w2, w2, w2.get("bias"), how.splits[1], inner, in_bf16=in_bf16
+    )
+
+
+def _is_bf16(tensors: Tensors, how: Experts) -> bool:
+    return all(
+        runs_in_bf16(scheme, tensors[f"{name}_codes"], tensors.get(f"{name}_bias"))
+        for name, scheme in (("w13", how.w13), ("w2", how.w2))
+    )
 
 
 def _differ(tensors: Tensors) -> bool:
