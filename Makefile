@@ -3,19 +3,21 @@
 #   make demo     plan a real quantized checkpoint, load it, run it, compare it with its original
 #   make test     the test suite
 #   make lint types imports docs-check     the other gates;  make corpus  the checkpoints in $OMNIPLAT_CORPUS
+#   make vllm     the tests inside the real vLLM, in an environment of their own (tests/vllm/environment.sh)
 #   make fix      format and apply the linter's safe fixes;  make clean
 
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 PYTEST_ARGS ?=
+VLLM_RUN ?= -m pytest tests/vllm
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt Makefile
 EXAMPLE := examples/hunyuan-image3-mxfp4-mxfp8
 
-.PHONY: demo test corpus lint types imports docs-check fix check clean
+.PHONY: demo test corpus vllm lint types imports docs-check fix check clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.with-cpu
@@ -29,6 +31,13 @@ test: $(VENV)/.with-dev
 corpus: $(VENV)/.with-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/corpus tests/cases $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python docs/generate.py --corpus --check
+
+# The environment may be shared by several checkouts, so this one is not installed in it but laid beside it: its
+# entry points come from there, its code from here.
+vllm:
+	python=$$(bash tests/vllm/environment.sh) && site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
+	"$$python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target "$$site" . && \
+	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR PYTHONPATH="$$PWD:$$site" "$$python" $(VLLM_RUN) $(PYTEST_ARGS)
 
 lint: $(VENV)/.with-dev
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Writes tests/data/blocks/*.safetensors: outputs of whole blocks, from the models' own code on dequantized weights.
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 "$(bash tests/vllm/environment.sh)" tests/goldens/make_blocks.py
+    make vllm VLLM_RUN=tests/goldens/make_blocks.py
 
 Qwen3 and Qwen3-MoE run in transformers, HunyuanImage-3 in vllm-omni (its own modules and its own `load_weights`, which
 puts fused rows in order). Everything is float32. What these see and a golden of one linear layer cannot: in which
