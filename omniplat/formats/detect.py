@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omniplat.checkpoint.folder import Component
 from omniplat.checkpoint.modules import WEIGHT_LEAVES, group_modules
@@ -57,6 +57,11 @@ def read_metadata(component: Component, formats: Sequence[Format], parts_of: Map
     return Read(declaration, owner.name, tuple(findings), True)
 
 
+def unusable(read: Read, exc: UnsupportedOptionError, component: Component) -> Read:
+    """`read` without its declaration, which turned out to ask for what cannot be honoured."""
+    return replace(read, declaration=None, findings=(*read.findings, _unreadable(exc, component)))
+
+
 def _unreadable(exc: InvalidCheckpointError, component: Component) -> Finding:
     code = "unsupported-option" if isinstance(exc, UnsupportedOptionError) else "metadata-unreadable"
     return finding(code, exc.message, component=component.name, file=exc.file, rule=exc.key)
@@ -80,11 +85,9 @@ def _conflict(
 ) -> Finding | None:
     """A finding when a second metadata file declares something else than the one that is used."""
     try:
-        declaration = owner.read(other, parts_of)
+        difference = _difference(used, owner.read(other, parts_of), component)
     except InvalidCheckpointError as exc:
         difference = f"cannot be used ({exc.problem})"
-    else:
-        difference = _difference(used, declaration, component)
     if not difference:
         return None
     return finding(

@@ -1,19 +1,31 @@
 """Matching rules against checkpoint module names without comparing every rule with every module.
 
 A `ModuleIndex` holds the sorted module names once. Each matcher answers with the set of names that it hits,
-so literal entries cost a look-up or a bisection and only patterns scan the names.
+so literal entries cost a look-up or a bisection. Patterns are evaluated against the names that hold their literal
+parts, and scan all names only where they have none.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import translate
+from functools import cached_property
 from typing import Protocol
 
-from omniplat.errors import InvalidCheckpointError
+from omniplat.errors import InvalidCheckpointError, UnsupportedOptionError
+from omniplat.formats.patterns import MAX_STEPS, Shape
+
+#: Seconds that the patterns of one component may take in all; the last resort.
+MAX_SECONDS = 60.0
+#: Names so few that looking for a smaller set of them does not pay.
+_FEW = 64
+#: Longest regular expression.
+MAX_PATTERN = 10_000
 
 
 class ModuleIndex:
@@ -23,6 +35,7 @@ class ModuleIndex:
         self.names: list[str] = sorted(names)
         self._all = frozenset(self.names)
         self._reversed: list[str] = []
+        self._seconds = 0.0
         self.pattern_evaluations = 0
 
     def __contains__(self, name: str) -> bool:
@@ -53,10 +66,77 @@ class ModuleIndex:
         end = bisect_left(self._reversed, key + "\U0010ffff", start)
         return [path[::-1] for path in self._reversed[start:end]]
 
-    def where(self, test: Callable[[str], object]) -> list[str]:
-        """Names for which a pattern's `test` is true; every call counts."""
-        self.pattern_evaluations += len(self.names)
-        return [name for name in self.names if test(name)]
+    def with_lead(self, texts: tuple[str, ...]) -> list[str]:
+        """Names that start with `texts`, one arbitrary character between each two."""
+        leads = [texts[0]]
+        for text in texts[1:]:
+            leads = [f"{lead}{char}{text}" for lead in leads for char in self._next_chars(lead)]
+        return [name for lead in leads for name in self.with_prefix(lead)]
+
+    def _next_chars(self, lead: str) -> list[str]:
+        """The characters that follow `lead` in names."""
+        found = []
+        position = bisect_left(self.names, lead)
+        while position < len(self.names) and self.names[position].startswith(lead):
+            name = self.names[position]
+            if len(name) == len(lead):
+                position += 1
+                continue
+            found.append(name[len(lead)])
+            position = max(bisect_left(self.names, f"{name[: len(lead) + 1]}\U0010ffff", position), position + 1)
+        return found
+
+    @cached_property
+    def _by_segment(self) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = defaultdict(set)
+        for name in self.names:
+            for segment in name.split("."):
+                found[segment].add(name)
+        return found
+
+    def around(self, text: str) -> Iterable[str]:
+        """Names of which some may contain `text`, and others do not: those that have its dotted segments."""
+        first, *rest = text.split(".")
+        if not rest:
+            return self._of_segments(first, lambda segment: first in segment)
+        sets = [self._by_segment.get(segment, set()) for segment in rest[:-1]]
+        if first:
+            sets.append(self._of_segments(first, lambda segment: segment.endswith(first)))
+        if rest[-1]:
+            sets.append(self._of_segments(rest[-1], lambda segment: segment.startswith(rest[-1])))
+        sets.sort(key=len)
+        return sets[0].intersection(*sets[1:]) if sets else self.names
+
+    def _of_segments(self, part: str, test: Callable[[str], bool]) -> set[str]:
+        found = [names for segment, names in self._by_segment.items() if test(segment)] if part else []
+        return found[0] if len(found) == 1 else set().union(*found)
+
+    @cached_property
+    def _longest(self) -> tuple[int, int]:
+        """Lengths of the longest name, and of the longest run of digits in one."""
+        runs = (len(run) for name in self.names for run in re.findall(r"\d+", name))
+        return max(map(len, self.names), default=0), max(runs, default=0)
+
+    def require_bounded(self, shape: Shape) -> None:
+        """Raise UnsupportedOptionError for an expression that could take unboundedly long on these names."""
+        if shape.steps(*self._longest) > MAX_STEPS:
+            text = shape.expression.pattern
+            raise UnsupportedOptionError(
+                f"the regular expression {text!r:.120} repeats what repeats itself: it could take hours on a name"
+            )
+
+    def where(self, test: Callable[[str], object], names: Iterable[str] | None = None) -> list[str]:
+        """Those of `names`, by default all, for which a pattern's `test` is true; every call counts."""
+        found = []
+        start = time.monotonic()
+        for name in self.names if names is None else names:
+            self.pattern_evaluations += 1
+            if test(name):
+                found.append(name)
+            if self._seconds + time.monotonic() - start > MAX_SECONDS:
+                raise UnsupportedOptionError(f"the patterns of the rules take more than {MAX_SECONDS:.0f} s")
+        self._seconds += time.monotonic() - start
+        return found
 
 
 class Matcher(Protocol):
@@ -138,7 +218,7 @@ class Contains:
 
     def hits(self, index: ModuleIndex) -> list[str]:
         rooted = index.with_prefix(self.text) if "." in self.text else []
-        return rooted or index.where(lambda name: self.text in name)
+        return rooted or index.where(lambda name: self.text in name, index.around(self.text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +247,10 @@ class Pattern:
     how: str = "match"
 
     def hits(self, index: ModuleIndex) -> list[str]:
-        return index.where(getattr(self.expression, self.how))
+        """Raises UnsupportedOptionError for an expression that could take unboundedly long."""
+        shape = Shape(self.expression, self.how)
+        index.require_bounded(shape)
+        return index.where(getattr(self.expression, self.how), _candidates(shape, index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +263,27 @@ class AnyOf:
         return sorted({name for matcher in self.matchers for name in matcher.hits(index)})
 
 
+def _candidates(shape: Shape, index: ModuleIndex) -> Iterable[str]:
+    """The names that hold what every match of an expression holds."""
+    lead, tail = shape.lead, shape.tail
+    found: Iterable[str] = index.names
+    count = len(index.names)
+    if lead[0]:
+        found = led = index.with_lead(lead)
+        count = len(led)
+    if tail and count > _FEW:
+        ends = [path for end in (tail, f"{tail}\n") for path in index.paths_ending_with(end) if path in index]
+        if len(ends) < count:
+            found, count = ends, len(ends)
+    if count > _FEW and len(inner := shape.inner) > 1:
+        found = set(index.around(inner)).intersection(found)
+    return found
+
+
 def compile_regex(text: str, *, file: str, key: str) -> re.Pattern[str]:
     """Compiled `text`; raises InvalidCheckpointError naming file and key when it is no regular expression."""
+    if len(text) > MAX_PATTERN:
+        raise UnsupportedOptionError(f"is a regular expression of {len(text)} characters", file=file, key=key)
     try:
         return re.compile(text)
     except (re.error, RecursionError, OverflowError) as exc:

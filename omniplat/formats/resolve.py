@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 from omniplat.checkpoint.folder import Component
 from omniplat.checkpoint.modules import Module, group_modules
+from omniplat.errors import UnsupportedOptionError
 from omniplat.findings import Finding, finding
 from omniplat.formats.declared import NOT_QUANTIZED, READINGS, Declaration, Declared, Rule
-from omniplat.formats.detect import Read
+from omniplat.formats.detect import Read, unusable
 from omniplat.formats.idle import idle_findings
 from omniplat.formats.matching import ModuleIndex
 from omniplat.formats.notes import Notes
@@ -54,7 +55,11 @@ def resolve_component(component: Component, read: Read, floats: tuple[str, ...] 
     """
     modules = group_modules(component.tensors.values())
     index = ModuleIndex(modules)
-    resolver = _Resolver(component, read, index, floats)
+    try:
+        resolver = _Resolver(component, read, index, floats)
+    except UnsupportedOptionError as exc:
+        read = unusable(read, exc, component)
+        resolver = _Resolver(component, read, index, floats)
     resolved = [item for module in modules.values() if (item := resolver.resolve(module)) is not None]
     findings = (*read.findings, *_absent_tensors(component), *resolver.findings())
     return Resolution(component, read.format, tuple(sorted(resolved, key=lambda m: m.name)), findings, index)
@@ -102,7 +107,7 @@ class _Resolver:
     def _assign(self, declaration: Declaration) -> None:
         for rule in sorted(declaration.rules, key=lambda item: item.rank):
             self._rules.setdefault(rule.key, rule)
-            hits = {reading: frozenset(rule.matcher(reading).hits(self._index)) for reading in READINGS}
+            hits = self._hits_of(rule, declaration.file)
             self._hits.setdefault(rule.key, hits)
             for reading, names in hits.items():
                 assigned = self._assigned[reading]
@@ -112,6 +117,17 @@ class _Resolver:
             self._scope = frozenset(declaration.scope.hits(self._index))
         if declaration.unlisted is not None:
             self._unlisted = frozenset(declaration.unlisted.hits(self._index))
+
+    def _hits_of(self, rule: Rule, file: str) -> dict[str, frozenset[str]]:
+        """The modules that a rule hits under each reading; a matcher that several readings share is asked once."""
+        found: dict[int, frozenset[str]] = {}
+        try:
+            for matcher in map(rule.matcher, READINGS):
+                if id(matcher) not in found:
+                    found[id(matcher)] = frozenset(matcher.hits(self._index))
+        except UnsupportedOptionError as exc:
+            raise UnsupportedOptionError(exc.problem, file=file, key=rule.key) from exc
+        return {reading: found[id(rule.matcher(reading))] for reading in READINGS}
 
     def resolve(self, module: Module) -> ResolvedModule | None:
         """The resolved module; None where it has no matrix (norms, convolutions, tables)."""
