@@ -59,7 +59,7 @@ def _best_groups(choice: Float64, routing: Routing) -> Float64:
     experts = choice.shape[-1]
     if experts % routing.groups:
         raise UsageError(f"{experts} experts do not form {routing.groups} groups")
-    grouped = choice.reshape(*choice.shape[:-1], routing.groups, -1)
+    grouped = choice.reshape(*choice.shape[:-1], routing.groups, experts // routing.groups)
     worth = -np.sort(-grouped, axis=-1)[..., : 2 if routing.group_score == "top2" else 1].sum(-1)
     best = np.argsort(-worth, axis=-1, kind="stable")[..., : routing.topk_groups]
     kept = np.zeros(worth.shape, np.bool_)
