@@ -30,16 +30,17 @@ class LinearConfig:
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """As LinearConfig; names carry the prefix `w13_` or `w2_`, `splits` has one entry for each. `limit` and `alpha`
-    are parameters of the activation."""
+    """As LinearConfig; names carry the prefix `w13_` or `w2_`, `splits` has one entry for each.
+
+    `parameters` holds limit and alpha of the activation, as text: a compiler takes a float for an input that varies.
+    """
 
     names: tuple[str, ...]
     w13_scheme: str
     w2_scheme: str
     experts: int
     splits: tuple[int, int] = (0, 0)
-    limit: float = 0.0
-    alpha: float = 1.0
+    parameters: tuple[str, str] = ("0.0", "1.0")
 
 
 class DequantLinear(LinearKernel[LinearConfig]):
@@ -125,7 +126,8 @@ class ExpertLoop(MoeKernel[MoeConfig]):
         schemes = _ops.encode_scheme(w13.scheme), _ops.encode_scheme(w2.scheme)
         splits = tuple(_splits(weight) if _is_integer_product(weight) else 0 for weight in (w13, w2))
         moe = spec.moe or MoeSpec(w13.experts, w2.in_features)
-        config = MoeConfig(tuple(tensors), *schemes, w13.experts, (splits[0], splits[1]), moe.limit, moe.alpha)
+        parameters = repr(moe.limit), repr(moe.alpha)
+        config = MoeConfig(tuple(tensors), *schemes, w13.experts, (splits[0], splits[1]), parameters)
         return Prepared(tensors, config)
 
     def apply(
@@ -153,8 +155,7 @@ class ExpertLoop(MoeKernel[MoeConfig]):
             config.w2_scheme,
             list(config.splits),
             activation,
-            config.limit,
-            config.alpha,
+            list(config.parameters),
             out_dtype,
         )
         return y

@@ -22,7 +22,7 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 )
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "reference_moe(Tensor x, Tensor[] tensors, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, "
-    "str[] names, str w13_scheme, str w2_scheme, int[] splits, str activation, float limit, float alpha, "
+    "str[] names, str w13_scheme, str w2_scheme, int[] splits, str activation, str[] parameters, "
     "ScalarType out_dtype) -> Tensor"
 )
 
@@ -77,11 +77,11 @@ def _moe(
     w2_scheme: str,
     splits: Sequence[int],
     activation: str,
-    limit: float,
-    alpha: float,
+    parameters: Sequence[str],
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     roles = dict(zip(names, tensors, strict=True))
+    limit, alpha = (float(text) for text in parameters)
     w13, w2 = splits
     how = Experts(decode_scheme(w13_scheme), decode_scheme(w2_scheme), (w13, w2), activation, limit, alpha)
     return experts(x, roles, how, topk_ids, topk_weights, expert_map, out_dtype)
@@ -98,8 +98,7 @@ def _moe_fake(
     w2_scheme: str,
     splits: Sequence[int],
     activation: str,
-    limit: float,
-    alpha: float,
+    parameters: Sequence[str],
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     return x.new_empty(x.shape, dtype=out_dtype)

@@ -110,7 +110,7 @@ def test_opcheck_of_the_expert_operator() -> None:
     config = case.layer.config
     tensors = [getattr(case.layer, name) for name in config.names]
     routing = torch.from_numpy(case.ids), torch.from_numpy(case.weights)
-    how = (config.w13_scheme, config.w2_scheme, list(config.splits), "swiglu-oai", 7.0, 1.702)
+    how = (config.w13_scheme, config.w2_scheme, list(config.splits), "swiglu-oai", ["7.0", "1.702"])
     arguments = (torch.from_numpy(case.x), tensors, *routing, None, list(config.names), *how, torch.float32)
     torch.library.opcheck(torch.ops.omniplat.reference_moe.default, arguments)
 
