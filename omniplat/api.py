@@ -27,6 +27,8 @@ from omniplat.registry import FORMATS, MODELS, Registry, default_registry, is_in
 if TYPE_CHECKING:
     from torch import nn
 
+    from omniplat.runtime.slicer import Rank
+
 #: The environment variable behind `--prefer`.
 PREFER_VARIABLE = "OMNIPLAT_PREFER"
 
@@ -74,27 +76,35 @@ def load(
     component: str | None = None,
     allow: Iterable[str] = (),
     prefer: str | None = None,
+    rank: Rank | None = None,
 ) -> dict[str, nn.Module]:
     """Plan `checkpoint`, then load every quantized layer: {layer name: module}, in a pipeline `component/name`.
 
+    With `rank` (`omniplat.runtime.slicer.Rank`) layers are what one rank of a tensor- or expert-parallel group holds:
+    outputs of column-parallel layers lie side by side, those of row-parallel layers and experts are to be added up.
     Raises, before any weight is read, UnsupportedCombinationError when a layer has no kernel and
     InvalidCheckpointError when metadata and tensors contradict each other, or for an id of the Hub: nothing is
     downloaded here.
     """
     require_files(checkpoint)
-    planned = make_planned(checkpoint, device, backend=backend, component=component, allow=allow, prefer=prefer)
-    return {name: module for name, _, module in load_layers(planned)}
+    tp, ep = (rank.tp_size, rank.ep_size) if rank is not None else (1, 1)
+    planned = make_planned(
+        checkpoint, device, backend=backend, tp=tp, ep=ep, component=component, allow=allow, prefer=prefer
+    )
+    return {name: module for name, _, module in load_layers(planned, rank)}
 
 
-def load_layers(planned: Planned) -> Iterable[tuple[str, PlannedLayer, Any]]:
-    """Load the quantized layers of a plan one by one: (name, planned layer, module)."""
+def load_layers(planned: Planned, rank: Rank | None = None) -> Iterable[tuple[str, PlannedLayer, Any]]:
+    """Load the quantized layers of a plan one by one, or what `rank` holds of them: (name, planned layer, module)."""
     from omniplat.checkpoint.reader import ShardReader
 
     require_runnable(planned.plan)
     require_torch()
-    from omniplat.runtime.kernel import load_kernel
+    from omniplat.runtime.kernel import Workspaces, load_kernel
     from omniplat.runtime.load import load_layer
+    from omniplat.runtime.slicer import WHOLE
 
+    workspaces = Workspaces()
     readers = {item.component.name: ShardReader(item.component.root) for item in planned.resolutions}
     for item in planned.layers:
         if item.layer.status != "ok" or item.capability is None:
@@ -103,7 +113,8 @@ def load_layers(planned: Planned) -> Iterable[tuple[str, PlannedLayer, Any]]:
             raise BackendUnavailableError(str(item.layer.backend), f"kernel {item.capability.name} is only planned on")
         kernel = load_kernel(item.capability.impl)
         name = f"{item.layer.component}/{item.layer.name}" if item.layer.component else item.layer.name
-        yield name, item, load_layer(item.packed, kernel, readers[item.layer.component])
+        reader = readers[item.layer.component]
+        yield name, item, load_layer(item.packed, kernel, reader, rank=rank or WHOLE, workspaces=workspaces)
 
 
 def require_files(checkpoint: str | os.PathLike[str]) -> None:

@@ -24,6 +24,7 @@ from omniplat.errors import InvalidCheckpointError, UsageError
 from omniplat.integrations.vllm_loading import MEMBER, LoadingExperts, LoadingLinear
 from omniplat.integrations.vllm_names import EngineLayers, EnginePart
 from omniplat.planner import Planned, PlannedLayer
+from omniplat.runtime.kernel import Workspaces
 from omniplat.runtime.layers import CompositeLinear, QuantExperts, QuantLinear
 
 
@@ -35,6 +36,7 @@ class OmniplatConfig(QuantizationConfig):  # type: ignore[misc]
         super().__init__()
         require_runnable(planned.plan)
         self._layers = EngineLayers(planned, component, "vllm")
+        self._workspaces = Workspaces()
 
     def get_name(self) -> str:
         return "omniplat"
@@ -78,7 +80,7 @@ class OmniplatConfig(QuantizationConfig):  # type: ignore[misc]
                 raise InvalidCheckpointError("no experts of this name are in the checkpoint", key=prefix)
             if experts.layer.status == "unquantized":
                 return None
-            return OmniplatMoEMethod(layer, experts, self._layers)
+            return OmniplatMoEMethod(layer, experts, self._layers, self._workspaces)
         if not isinstance(layer, LinearBase):
             return None
         parts = self._layers.linear(prefix)
@@ -86,14 +88,15 @@ class OmniplatConfig(QuantizationConfig):  # type: ignore[misc]
             raise InvalidCheckpointError("no weight of this name is in the checkpoint", key=prefix)
         if all(part.layer.layer.status == "unquantized" for part in parts):
             return UnquantizedLinearMethod()
-        return OmniplatLinearMethod(parts, self._layers)
+        return OmniplatLinearMethod(parts, self._layers, self._workspaces)
 
 
 class OmniplatLinearMethod(LinearMethodBase):  # type: ignore[misc]
     """One of vLLM's linear layers: a single layer of the plan, or several that are run side by side."""
 
-    def __init__(self, parts: Sequence[EnginePart], layers: EngineLayers) -> None:
+    def __init__(self, parts: Sequence[EnginePart], layers: EngineLayers, workspaces: Workspaces) -> None:
         self._parts = tuple(parts)
+        self._workspaces = workspaces
         self._layers = layers
         self._loading: LoadingLinear | None = None
 
@@ -109,7 +112,7 @@ class OmniplatLinearMethod(LinearMethodBase):  # type: ignore[misc]
     ) -> None:
         """Raises UsageError where ranks cannot share the layer, InvalidCheckpointError where sizes differ."""
         assert isinstance(layer, LinearBase)
-        loading = LoadingLinear(layer, self._parts, self._layers, len(output_partition_sizes))
+        loading = LoadingLinear(layer, self._parts, self._layers, len(output_partition_sizes), self._workspaces)
         if loading.sizes != (input_size_per_partition, tuple(output_partition_sizes)):
             needed = f"{output_partition_sizes} x {input_size_per_partition}"
             found = f"{list(loading.sizes[1])} x {loading.sizes[0]}"
@@ -136,8 +139,11 @@ class OmniplatLinearMethod(LinearMethodBase):  # type: ignore[misc]
 class OmniplatMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     """vLLM's layer of experts, with vLLM's routing."""
 
-    def __init__(self, layer: RoutedExperts, planned: PlannedLayer, layers: EngineLayers) -> None:
+    def __init__(
+        self, layer: RoutedExperts, planned: PlannedLayer, layers: EngineLayers, workspaces: Workspaces
+    ) -> None:
         super().__init__(layer.moe_config)
+        self._workspaces = workspaces
         self._planned = planned
         self._layers = layers
         self._loading: LoadingExperts | None = None
@@ -153,7 +159,7 @@ class OmniplatMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     ) -> None:
         """Raises UsageError where ranks cannot share the layer, InvalidCheckpointError where sizes differ,
         UsageError for what the kernel contract cannot say."""
-        loading = LoadingExperts(layer, self._planned, self._layers)
+        loading = LoadingExperts(layer, self._planned, self._layers, self._workspaces)
         found = loading.sizes
         if found != (num_experts, hidden_size, intermediate_size_per_partition):
             raise InvalidCheckpointError(

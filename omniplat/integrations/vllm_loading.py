@@ -22,7 +22,7 @@ from omniplat.integrations.vllm_collect import ModuleTensors, leaf_of
 from omniplat.integrations.vllm_names import EngineLayers, EnginePart, own_layers
 from omniplat.packed import PackedLayer, Split
 from omniplat.planner import PlannedLayer
-from omniplat.runtime.kernel import LinearKernel, MoeKernel, load_kernel
+from omniplat.runtime.kernel import LinearKernel, MoeKernel, Workspaces, load_kernel
 from omniplat.runtime.layers import CompositeLinear, QuantLinear
 from omniplat.runtime.load import LinearLoader, MoeLoader, Slot
 from omniplat.runtime.plain import PlainLinear
@@ -30,6 +30,8 @@ from omniplat.runtime.slicer import Rank
 
 #: The submodule of vLLM's layer that runs it.
 MEMBER = "omniplat"
+#: vLLM runs shared experts on a stream of their own, beside the routed ones: those have scratch memory apart.
+_BESIDE = 1
 _QKV = {"q": 0, "k": 1, "v": 2}
 #: vLLM's activations that the kernel contract knows.
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
@@ -38,7 +40,16 @@ _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 class LoadingLinear:
     """A linear layer of vLLM while its checkpoint modules arrive."""
 
-    def __init__(self, layer: LinearBase, parts: tuple[EnginePart, ...], layers: EngineLayers, slots: int) -> None:
+    def __init__(
+        self,
+        layer: LinearBase,
+        parts: tuple[EnginePart, ...],
+        layers: EngineLayers,
+        slots: int,
+        workspaces: Workspaces,
+    ) -> None:
+        """`slots` is the number of parts of vLLM's module."""
+        self._workspaces = workspaces
         self._layer = layer
         self._prefix = layer.prefix
         self._by_position: dict[int, tuple[LinearLoader, int, ModuleTensors]] = {}
@@ -94,14 +105,17 @@ class LoadingLinear:
             setattr(self._layer, MEMBER, self._finish(param.device))
 
     def _finish(self, device: torch.device) -> QuantLinear | CompositeLinear:
-        held = {name: loader.finish(device) for name, loader in self._loaders}
+        held = {name: loader.finish(device, self._workspaces) for name, loader in self._loaders}
         return next(iter(held.values())) if len(held) == 1 else CompositeLinear(held)
 
 
 class LoadingExperts:
     """A layer of experts of vLLM while its checkpoint modules arrive."""
 
-    def __init__(self, layer: RoutedExperts, planned: PlannedLayer, layers: EngineLayers) -> None:
+    def __init__(
+        self, layer: RoutedExperts, planned: PlannedLayer, layers: EngineLayers, workspaces: Workspaces
+    ) -> None:
+        self._workspaces = workspaces
         parallel, packed = layer.moe_config.moe_parallel_config, planned.packed
         activation = str(layer.activation.value)
         if activation not in _ACTIVATIONS:
@@ -168,7 +182,7 @@ class LoadingExperts:
         if tensors.take(name, loaded_weight, number if self._fused and not down else None):
             self._loader.put(slot, tensors.arrays())
             if not self.missing:
-                setattr(self._layer, MEMBER, self._loader.finish(param.device))
+                setattr(self._layer, MEMBER, self._loader.finish(param.device, self._workspaces, _BESIDE))
         return True if return_success else None
 
 

@@ -18,6 +18,7 @@ from omniplat.runtime.kernel import (
     LinearKernel,
     MoeKernel,
     Prepared,
+    Workspaces,
     decode_config,
     encode_config,
     impl_of,
@@ -58,6 +59,8 @@ class KeepsDtypes(nn.Module):
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
+        if self.workspace is not None:
+            self.workspace = keep_dtype(self.workspace)
         return super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -66,13 +69,14 @@ class _KernelLayer(KeepsDtypes):
     kernel whose shapes happen to agree cannot be loaded into this layer."""
 
     kernel: Kernel
+    workspace: torch.Tensor | None
 
     def __init__(self, spec: LayerSpec, kernel: Kernel, prepared: Prepared[Any]) -> None:
         super().__init__()
         self.spec = spec
         self.kernel = kernel
         self.config = prepared.config
-        self.workspace: torch.Tensor | None = None
+        self.workspace = None
         self._names = tuple(prepared.tensors)
         for name, tensor in prepared.tensors.items():
             if name == "bias":
@@ -81,6 +85,15 @@ class _KernelLayer(KeepsDtypes):
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name) for name in self._names}
+
+    def share_workspace(self, workspaces: Workspaces, stream: int = 0) -> None:
+        """Take the kernel's scratch memory from what layers share that never run at the same time.
+
+        `stream` is any number that tells such groups apart: an engine that runs two layers beside each other gives
+        them different ones. To be called once the layer's buffers are on their device.
+        """
+        device = next((buffer.device for buffer in self.buffers()), torch.device("cpu"))
+        self.workspace = workspaces.get(device, stream, self.kernel.workspace_bytes(self.config))
 
     @property
     def nbytes(self) -> int:
@@ -240,4 +253,5 @@ def rebuild(description: LayerDescription, state: Mapping[str, torch.Tensor]) ->
         layer.load_state_dict(dict(state), strict=True, assign=True)
     except RuntimeError as exc:
         raise UsageError(f"{description.spec.name}: {exc}") from exc
+    layer.share_workspace(Workspaces())
     return layer

@@ -24,7 +24,7 @@ from omniplat.packed import PackedLayer, Part
 from omniplat.roworder import AS_IS, RowOrder
 from omniplat.roworder_apply import to_canonical_rows
 from omniplat.runtime.assemble import Assembly
-from omniplat.runtime.kernel import Kernel, LinearKernel, MoeKernel
+from omniplat.runtime.kernel import Kernel, LinearKernel, MoeKernel, Workspaces
 from omniplat.runtime.layers import QuantExperts, QuantLinear
 from omniplat.runtime.slicer import (
     WHOLE,
@@ -87,22 +87,24 @@ def load_layer(
     *,
     rank: Rank = WHOLE,
     device: torch.device | None = None,
+    workspaces: Workspaces | None = None,
 ) -> QuantLinear | QuantExperts:
     """Load what `rank` holds of one planned layer, for `kernel`.
 
     Holds at most the layer and one of its checkpoint modules beside the memory-mapped files. `device` is the
-    CPU when None. Raises InvalidCheckpointError; UsageError when kernel and layer are of different kinds, and,
+    CPU when None. `workspaces` is what it shares with layers that never run at the same time; a layer that is given
+    none has its own. Raises InvalidCheckpointError; UsageError when kernel and layer are of different kinds, and,
     before anything is read, when ranks cannot share the layer like this.
     """
     if isinstance(kernel, MoeKernel):
         moe = MoeLoader(layer, kernel, rank)
         for slot in moe.slots():
             moe.put(slot, read_roles(moe.part_of(slot).module, reader, slot.expert if layer.stacked else None))
-        return moe.finish(device)
+        return moe.finish(device, workspaces)
     linear = LinearLoader(layer, kernel, rank)
     for index, part in enumerate(layer.parts):
         linear.put(index, read_roles(part.module, reader))
-    return linear.finish(device)
+    return linear.finish(device, workspaces)
 
 
 class LinearLoader:
@@ -133,13 +135,16 @@ class LinearLoader:
             self._assembly.put(take_rows(weight, rows), row, module=part.module.name)
             row += len(rows)
 
-    def finish(self, device: torch.device | None = None) -> QuantLinear:
+    def finish(
+        self, device: torch.device | None = None, workspaces: Workspaces | None = None, stream: int = 0
+    ) -> QuantLinear:
         """Prepare the layer, on `device`. Raises InvalidCheckpointError when rows are missing."""
         tensors = to_torch(self._assembly.finish(), device=device)
         del self._assembly
-        return QuantLinear(
-            self.spec, self._kernel, self._kernel.prepare(tensors, self.spec), tensors.tensors.get("bias")
-        )
+        bias = tensors.tensors.get("bias")
+        layer = QuantLinear(self.spec, self._kernel, self._kernel.prepare(tensors, self.spec), bias)
+        layer.share_workspace(workspaces or Workspaces(), stream)
+        return layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,13 +226,17 @@ class MoeLoader:
                 rows = range(first + self._held.start, first + self._held.stop)
                 self._w13.put(take_rows(weight, rows), half * len(self._held), module=name, expert=local)
 
-    def finish(self, device: torch.device | None = None) -> QuantExperts:
+    def finish(
+        self, device: torch.device | None = None, workspaces: Workspaces | None = None, stream: int = 0
+    ) -> QuantExperts:
         """Prepare the layer, on `device`. Raises InvalidCheckpointError when rows are missing."""
         count = len(self.experts)
         first = to_torch(self._w13.finish(), experts=count, device=device)
         second = to_torch(self._w2.finish(), experts=count, device=device)
         del self._w13, self._w2
-        return QuantExperts(self.spec, self._kernel, self._kernel.prepare(first, second, self.spec))
+        layer = QuantExperts(self.spec, self._kernel, self._kernel.prepare(first, second, self.spec))
+        layer.share_workspace(workspaces or Workspaces(), stream)
+        return layer
 
 
 def _require_legal(layer: PackedLayer, rank: Rank) -> None:

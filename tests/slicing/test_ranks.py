@@ -13,18 +13,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omniplat import oracle
+from omniplat import load, oracle
 from omniplat.canonical import Array, CanonicalWeight
-from omniplat.errors import InvalidCheckpointError, UsageError
+from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError, UsageError
 from omniplat.legality import cut_layer, rank_spec
 from omniplat.packed import PackedLayer, Split
-from omniplat.reference.kernels import DequantLinear, ExpertLoop
+from omniplat.reference.kernels import DequantLinear, ExpertLoop, LinearConfig
 from omniplat.roworder import RowOrder
 from omniplat.roworder_apply import to_disk_rows
+from omniplat.runtime.kernel import Workspaces
 from omniplat.runtime.layers import QuantExperts, QuantLinear
 from omniplat.runtime.load import load_layer
 from omniplat.runtime.slicer import Rank, column_range, row_ranges
 from omniplat.scheme import Scheme
+from tests.goldens.entries import DATA
 from tests.reference.build import Weights
 from tests.slicing.weights import (
     RUN,
@@ -271,3 +273,43 @@ def test_a_rank_reads_only_its_experts() -> None:
         load_layer(layer, ExpertLoop(), memory)
     with pytest.raises(InvalidCheckpointError, match="4 expected"):
         load_layer(replace(layer, w2=layer.w2[:2]), ExpertLoop(), memory, rank=Rank(ep_rank=0, ep_size=4))
+
+
+# --- a checkpoint ------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_loaded_by_rank() -> None:
+    folder = DATA / "lc-qwen3-nvfp4" / "checkpoint"
+    whole = load(folder, "cpu")
+    ranks = [load(folder, "cpu", rank=Rank(rank, 2)) for rank in (0, 1)]
+    assert all(held.keys() == whole.keys() for held in ranks)
+    x = torch.from_numpy(Weights(0).values(3, 384))
+    name = "model.layers.0.mlp.gate_up_proj"
+    gates, ups = zip(*(held[name](x[:, :256]).chunk(2, dim=1) for held in ranks), strict=True)
+    assert torch.equal(torch.cat([*gates, *ups], dim=1), whole[name](x[:, :256]))
+    name = "model.layers.0.mlp.down_proj"
+    total = sum(held[name](x[:, 192 * rank : 192 * (rank + 1)]) for rank, held in enumerate(ranks))
+    assert (total - whole[name](x)).norm() < 1e-6 * total.norm()
+    with pytest.raises(UnsupportedCombinationError, match="tp = 3"):
+        load(folder, "cpu", rank=Rank(0, 3))
+
+
+def test_layers_of_one_checkpoint_share_scratch_memory() -> None:
+    class Hungry(DequantLinear):
+        def workspace_bytes(self, config: LinearConfig) -> int:
+            return 64 * config.out_features
+
+    memory, workspaces = Memory(), Workspaces()
+    found = []
+    for rows in (32, 64, 16):
+        layer = linear_layer(memory, {f"a{rows}": make(Scheme.parse("mxfp4/a16"), rows, 64, 0)}, Split())
+        loaded = load_layer(layer, Hungry(), memory, workspaces=workspaces)
+        assert loaded.workspace is not None
+        assert loaded.workspace.numel() >= 64 * rows
+        found.append(loaded.workspace)
+    assert found[2] is found[1]
+    assert found[1] is not found[0]
+    alone = load_layer(layer, Hungry(), memory)
+    assert alone.workspace is not None
+    assert alone.workspace is not found[2]
+    assert alone.to("meta").workspace.device.type == "meta"
