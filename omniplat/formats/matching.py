@@ -98,17 +98,17 @@ class ModuleIndex:
         """Names of which some may contain `text`, and others do not: those that have its dotted segments."""
         first, *rest = text.split(".")
         if not rest:
-            return self._of_segments(first, lambda segment: first in segment)
+            return self._of_segments(lambda segment: first in segment)
         sets = [self._by_segment.get(segment, set()) for segment in rest[:-1]]
         if first:
-            sets.append(self._of_segments(first, lambda segment: segment.endswith(first)))
+            sets.append(self._of_segments(lambda segment: segment.endswith(first)))
         if rest[-1]:
-            sets.append(self._of_segments(rest[-1], lambda segment: segment.startswith(rest[-1])))
+            sets.append(self._of_segments(lambda segment: segment.startswith(rest[-1])))
         sets.sort(key=len)
         return sets[0].intersection(*sets[1:]) if sets else self.names
 
-    def _of_segments(self, part: str, test: Callable[[str], bool]) -> set[str]:
-        found = [names for segment, names in self._by_segment.items() if test(segment)] if part else []
+    def _of_segments(self, test: Callable[[str], bool]) -> set[str]:
+        found = [names for segment, names in self._by_segment.items() if test(segment)]
         return found[0] if len(found) == 1 else set().union(*found)
 
     @cached_property
