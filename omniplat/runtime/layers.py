@@ -59,8 +59,6 @@ class KeepsDtypes(nn.Module):
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        if self.workspace is not None:
-            self.workspace = keep_dtype(self.workspace)
         return super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -82,6 +80,12 @@ class _KernelLayer(KeepsDtypes):
             if name == "bias":
                 raise UsageError(f"{kernel.name} prepared a buffer named bias, which belongs to the layer")
             self.register_buffer(name, tensor)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _KernelLayer:
+        super()._apply(fn, recurse)
+        if self.workspace is not None:
+            self.workspace = torch.zeros_like(self.workspace, device=fn(self.workspace).device)
+        return self
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name) for name in self._names}
