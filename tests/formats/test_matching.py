@@ -39,7 +39,8 @@ NAMES = st.lists(
 TEXTS = st.text("ab.1x_\n\U0010ffff", max_size=6) | st.sampled_from(["layers.1", "gate", ".gate", "gate.", "a..b"])
 PIECES = st.sampled_from(
     ["a", "b", "ab", ".", r"\.", "1", "layers", r"\d+", ".*", "x?", "(a|ab)", "(?:b)?", "[ab]", "^", "$", r"\Z",
-     "(?=a)", "(?!a)", "(?i:A)", "(?s:.)", r"\b", "gate", "|", "(?>a)" if hasattr(re, "NOFLAG") else "a", "a{2}", "(?#c)"]
+     "(?=a)", "(?!a)", "(?i:A)", "(?s:.)", r"\b", "gate", "|",
+     "(?>a)" if hasattr(re, "NOFLAG") else "a", "a{2}", "(?#c)"]
 )  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def test_modules_that_no_entry_names_cost_nothing(tmp_path: Path, dialect: str) 
 
 # -- expressions that never end --------------------------------------------------------------------
 
-ENDLESS = ["(a+)+$", "(a*)*b", "(a|a)*$", "(a|aa)+$", "(?:.*)*x", "(.*a){30}", r"(\w+\.?)+$", r"(x+x+)+y", 
+ENDLESS = ["(a+)+$", "(a*)*b", "(a|a)*$", "(a|aa)+$", "(?:.*)*x", "(.*a){30}", r"(\w+\.?)+$", r"(x+x+)+y",
            "(?=(a+)+$)", ".*" * 12 + "x$", r"(?:a?){300}a{300}b", r"(.*)*\1", "(?:a{0,50}){0,50}b", "((a+)?)+$",
            "(?:a|b|ab)*c"]  # fmt: skip
 QUICK = [r"re:.*\.mlp\.(gate|up)_proj$", r".*\.layers\.\d+\.mlp\.experts\.\d+\..*proj.*", "(?:.*\\.)?lm_head",
