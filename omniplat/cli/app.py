@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -107,6 +108,32 @@ def convert(
     raise typer.Exit(convert_command(source, destination, to, json_output=json_output))
 
 
+@app.command()
+def conformance(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A backend; with --render also a report's file.")],
+    profile: Annotated[str, typer.Option("--profile", metavar="P", help="full (default) or quick.")] = "full",
+    report: Annotated[Path | None, typer.Option("--report", metavar="R.JSON", help="Write the report there.")] = None,
+    known_failures: Annotated[
+        Path | None, typer.Option("--known-failures", metavar="K.TOML", help="Failures that are known, with links.")
+    ] = None,
+    commit: Annotated[str, typer.Option("--commit", metavar="ID", help="The commit that the report is about.")] = "",
+    render: Annotated[str | None, typer.Option("--render", metavar="F", help="text, markdown or junit.")] = None,
+    allow_partial: Annotated[
+        bool, typer.Option("--allow-partial", help="Exit code 0 also where something could not run here.")
+    ] = False,
+    select: Annotated[str | None, typer.Option("-k", metavar="EXPR", help="Only checks that match; partial.")] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Run the conformance suite against a backend: what it declares it does, and nothing else."""
+    from omniplat.cli.conformance import conformance_command
+
+    code = conformance_command(
+        name, profile=profile, report=report, known_failures=known_failures, commit=commit, render_as=render,
+        allow_partial=allow_partial, select=select, json_output=json_output,
+    )  # fmt: skip
+    raise typer.Exit(code)
+
+
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     """Options of the program itself."""
@@ -119,6 +146,10 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 def main() -> None:
     """Entry point of the `omniplat` script: every error of ours ends as one message and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        # names may hold what the terminal's encoding lacks
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except OmniplatError as error:

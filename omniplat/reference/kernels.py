@@ -188,10 +188,10 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check(weight: WeightTensors, spec: LayerSpec, kernel: str) -> None:
-    quant = weight.scheme.weight
-    if quant.element not in ELEMENT_BITS:
+    quant, activation = weight.scheme.weight, weight.scheme.activation
+    if quant.element not in ELEMENT_BITS or (activation is not None and activation.element not in ELEMENT_BITS):
         raise UnsupportedCombinationError(
-            "cpu", spec.op, weight.scheme.id, [spec.name], [f"{kernel}  needs a weight that it can decode"]
+            "cpu", spec.op, weight.scheme.id, [spec.name], [f"{kernel}  needs codes that it can decode on both sides"]
         )
     if quant.element in ("fp8_e4m3", "fp8_e5m2"):
         first_nan = 0x7F if quant.element == "fp8_e4m3" else 0x7C

@@ -41,11 +41,11 @@ class LowRankLinear(LinearKernel[LowRankConfig]):
     config_type = LowRankConfig
 
     def prepare(self, weight: WeightTensors, spec: LayerSpec) -> Prepared[LowRankConfig]:
-        """Raises UnsupportedCombinationError for weights that have no low-rank pair."""
-        base = low_rank_base(weight.scheme.weight)
-        if base is None:
+        """Raises UnsupportedCombinationError for weights without a low-rank pair, and for other activations."""
+        base, declared = low_rank_base(weight.scheme.weight), weight.scheme.activation
+        if base is None or (declared is not None and low_rank_base(declared) is None):
             raise UnsupportedCombinationError(
-                "cpu", spec.op, weight.scheme.id, [spec.name], [f"{self.name}  needs a low-rank pair"]
+                "cpu", spec.op, weight.scheme.id, [spec.name], [f"{self.name}  needs a low-rank pair, and its input"]
             )
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in weight.tensors.items():

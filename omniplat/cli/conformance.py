@@ -1,0 +1,103 @@
+"""`omniplat conformance`: run the suite against a backend, or render a report of it.
+
+The suite runs in a pytest of its own: no configuration, conftest file or plugin of the folder it is started in, or of
+the environment, takes part.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omniplat.cli.output import print_json
+from omniplat.conformance.render import FORMATS, render
+from omniplat.conformance.report import read_report
+from omniplat.errors import BackendNotInstalledError, UsageError
+from omniplat.registry import BACKENDS, default_registry, is_installed
+
+_PLUGIN = "omniplat.conformance.plugin"
+#: pytest's exit codes for passed, failed tests and nothing collected: the others mean that the run itself broke.
+_RAN = (0, 1)
+
+
+def conformance_command(
+    name: str,
+    *,
+    profile: str,
+    report: Path | None,
+    known_failures: Path | None,
+    commit: str,
+    render_as: str | None,
+    allow_partial: bool,
+    select: str | None,
+    json_output: bool,
+) -> int:
+    """Body of the command. Returns 0 for success (and partial where allowed), else 1.
+
+    With `render_as`, `name` is a report's file (or with a backend's name, its fresh report is rendered).
+    """
+    if render_as is not None and render_as not in FORMATS:
+        raise UsageError(f"cannot render {render_as!r}; known: {', '.join(FORMATS)}")
+    if render_as is not None and name.endswith(".json"):
+        document = read_report(Path(name))
+    else:
+        document = _run(
+            name, profile, report, known_failures, commit, select, quiet=json_output or render_as is not None
+        )
+    if json_output:
+        print_json(document)
+    elif render_as is not None:
+        sys.stdout.write(render(document, render_as))
+    accepted = ("success", "partial") if allow_partial else ("success",)
+    return 0 if document["result"] in accepted else 1
+
+
+def _run(
+    name: str,
+    profile: str,
+    report: Path | None,
+    known_failures: Path | None,
+    commit: str,
+    select: str | None,
+    *,
+    quiet: bool,
+) -> dict[str, Any]:
+    """Run the suite; its report. Raises the errors of an unknown backend and of missing libraries first."""
+    default_registry().load(BACKENDS, name)
+    for library in ("pytest", "torch"):
+        if not is_installed(library):
+            line = 'pip install "omniplat[conformance]"'
+            raise BackendNotInstalledError("conformance", library, line, kind="suite")
+    with tempfile.TemporaryDirectory(prefix="omniplat-conformance-") as folder:
+        written = report.absolute() if report is not None else Path(folder) / "report.json"
+        written.unlink(missing_ok=True)
+        options = ["--omniplat-backend", name, "--omniplat-profile", profile, "--omniplat-report", str(written)]
+        if known_failures is not None:
+            options += ["--omniplat-known-failures", str(known_failures.absolute())]
+        if commit:
+            options += ["--omniplat-commit", commit]
+        if select:
+            options += ["-k", select]
+        code = _pytest(options, Path(folder), quiet=quiet)
+        if code not in _RAN and not written.is_file():
+            raise UsageError(f"the suite did not run: pytest ended with exit code {code}")
+        return read_report(written)
+
+
+def _pytest(options: Sequence[str], folder: Path, *, quiet: bool) -> int:
+    """pytest with the suite and nothing else, in a process of its own."""
+    ini = folder / "pytest.ini"
+    ini.write_text("[pytest]\n", encoding="utf-8")
+    argv = [sys.executable, "-m", "pytest", "-p", _PLUGIN, "--pyargs", "omniplat.conformance.suite", "-c", str(ini)]
+    argv += ["--rootdir", str(folder), "--noconftest", "-p", "no:cacheprovider", "-q", "--no-header", "--tb=short"]
+    argv += ["--basetemp", str(folder / "tmp"), *options]
+    environ = {key: text for key, text in os.environ.items() if not key.startswith("PYTEST_")}
+    environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    output = subprocess.DEVNULL if quiet else None
+    return subprocess.run(argv, env=environ, stdout=output, check=False).returncode

@@ -1,0 +1,250 @@
+"""One run of the suite inside pytest: which checks there are, which ran, and the verdict.
+
+What should run is enumerated from the suite itself, not from what pytest collected: a check that was deselected,
+removed by another plugin or lost with a worker is missing from the results and leaves the run partial.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omniplat.conformance import suite
+from omniplat.conformance.cases import PROFILES
+from omniplat.conformance.checks import ATTRIBUTE, GROUPS, SUITE_SKIP, Check, HasId, capability_of, obstacle_of
+from omniplat.conformance.known import KnownFailure, read_known_failures
+from omniplat.conformance.report import Outcome, Problem, make_report, write_report
+from omniplat.conformance.subject import Subject, find_subject
+from omniplat.errors import OmniplatError
+
+_PROPERTY = "omniplat-check"
+_NONE = "none-declared"
+
+
+def start(config: pytest.Config, name: str) -> Session:
+    """The session of a run. Raises pytest.UsageError for options that are wrong and backends that do not load."""
+    profile = str(config.getoption("--omniplat-profile"))
+    if profile not in PROFILES:
+        raise pytest.UsageError(f"--omniplat-profile {profile!r} is none of {', '.join(PROFILES)}")
+    known = config.getoption("--omniplat-known-failures")
+    report = config.getoption("--omniplat-report")
+    try:
+        subject = find_subject(name)
+        entries = read_known_failures(Path(known)) if known else ()
+    except OmniplatError as error:
+        raise pytest.UsageError(error.message) from error
+    commit = str(config.getoption("--omniplat-commit"))
+    return Session(subject, profile, entries, Path(report).absolute() if report else None, commit)
+
+
+class Session:
+    """Pytest hooks of one run."""
+
+    def __init__(
+        self, subject: Subject, profile: str, known: tuple[KnownFailure, ...], report: Path | None, commit: str = ""
+    ) -> None:
+        self._subject = subject
+        self._profile = profile
+        self._known = known
+        self._report = report
+        self._commit = commit
+        self._cases: dict[Callable[..., Any], tuple[HasId, ...]] = {}
+        self._outcomes: dict[str, Outcome] = {}
+        self._problems: list[Problem] = []
+        self._started = time.monotonic()
+        self._plugins: list[str] = []
+        self.document: dict[str, Any] = {}
+
+    # -- which checks there are ---------------------------------------------------------------------
+
+    def generate(self, metafunc: pytest.Metafunc) -> None:
+        """Parametrize one function of the suite; one parameter set that is removed later where there is no case."""
+        cases = self._of(getattr(metafunc.function, ATTRIBUTE))
+        values: list[tuple[Subject, HasId | None]] = [(self._subject, case) for case in cases]
+        metafunc.parametrize(
+            ("subject", "case"), values or [(self._subject, None)], ids=[case.id for case in cases] or [_NONE]
+        )
+
+    def _of(self, found: Check) -> tuple[HasId, ...]:
+        if found.generate not in self._cases:
+            unique = {case.id: case for case in found.generate(self._subject, self._profile)}
+            self._cases[found.generate] = tuple(unique.values())
+        return self._cases[found.generate]
+
+    def expected(self) -> tuple[str, ...]:
+        """Ids of all checks of this backend and profile."""
+        ids = []
+        for info in pkgutil.iter_modules(suite.__path__):
+            module = importlib.import_module(f"{suite.__name__}.{info.name}")
+            for name, function in vars(module).items():
+                if name.startswith("test_") and (found := getattr(function, ATTRIBUTE, None)) is not None:
+                    ids += [check_id(found, name, case) for case in self._of(found)]
+        return tuple(ids)
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        kept = []
+        for item in items:
+            found = _check_of(item)
+            if found is None:
+                kept.append(item)
+            elif _case_of(item) is not None:
+                self._refuse_foreign_fixtures(item)
+                kept.append(item)
+        items[:] = sorted(kept, key=_position)
+
+    def _refuse_foreign_fixtures(self, item: pytest.Item) -> None:
+        """A fixture from elsewhere that acts on a check, by its name or by itself, makes it another check."""
+        info = getattr(item, "_fixtureinfo", None)
+        for name, definitions in (info.name2fixturedefs if info is not None else {}).items():
+            for definition in definitions:
+                origin = str(getattr(definition.func, "__module__", ""))
+                if not origin.startswith(("_pytest.", "omniplat.conformance.")):
+                    problem = Problem("foreign-fixture", f"fixture {name!r} of {origin} acts on the suite's checks")
+                    if problem not in self._problems:
+                        self._problems.append(problem)
+
+    # -- running ------------------------------------------------------------------------------------
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        found = _check_of(item)
+        if found is None:
+            return
+        obstacle = obstacle_of(found, self._subject, _case_of(item))
+        if obstacle is not None:
+            pytest.skip(f"{SUITE_SKIP[obstacle.is_gap]}{obstacle.reason}")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        found = _check_of(item)
+        if found is None:
+            return report
+        case = _case_of(item)
+        text = check_id(found, _name_of(item), case)
+        known = next((entry for entry in self._known if entry.matches(text)), None)
+        if known is not None and report.failed:
+            report.outcome = "skipped"
+            report.wasxfail = f"{known.reason} ({known.link})"
+        elif known is not None and report.when == "call" and report.passed:
+            report.outcome = "failed"
+            report.longrepr = f"{text} is listed as a known failure and passes: remove {known.id!r} ({known.link})"
+        capability = capability_of(case)
+        name = capability.name if capability is not None else ""
+        report.user_properties.append((_PROPERTY, {"id": text, "group": found.group, "capability": name}))
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        properties: list[tuple[str, Any]] = list(report.user_properties)
+        own = next((value for key, value in properties if key == _PROPERTY), None)
+        if own is None:
+            return
+        before = self._outcomes.get(own["id"])
+        seconds = report.duration + (before.seconds if before is not None else 0.0)
+        if report.when != "call" and report.passed:
+            return
+        outcome, reason, gap = _judged(report)
+        if before is not None and before.outcome == "failed":
+            outcome, reason, gap = "failed", before.reason, False
+        measured = {k: float(v) for k, v in properties if k != _PROPERTY}
+        self._outcomes[own["id"]] = Outcome(
+            own["id"], own["group"], own["capability"], outcome, reason, gap, seconds, measured
+        )
+
+    # -- the verdict --------------------------------------------------------------------------------
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if hasattr(session.config, "workerinput"):
+            return
+        expected = self.expected()
+        for entry in self._known:
+            if not any(entry.matches(text) for text in expected):
+                self._problems.append(Problem("known-failure-matches-nothing", f"{entry.id!r} ({entry.link})"))
+        left_out = len(set(expected) - set(self._outcomes))
+        self.document = make_report(
+            self._subject,
+            self._profile,
+            tuple(self._outcomes.values()),
+            self._problems,
+            left_out=left_out,
+            seconds=time.monotonic() - self._started,
+            plugins=_foreign_plugins(session.config),
+            commit=self._commit,
+        )
+        if self._report is not None:
+            write_report(self._report, self.document)
+        if self.document["result"] == "failure" and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        from omniplat.conformance.render import summary_lines
+
+        terminalreporter.section(f"conformance of backend {self._subject.spec.name}")
+        for line in summary_lines(self.document):
+            terminalreporter.line(line)
+        if self._report is not None:
+            terminalreporter.line(f"report: {self._report}")
+
+
+def check_id(found: Check, function: str, case: object) -> str:
+    """The id of a check in reports and lists of known failures."""
+    return f"{found.group}/{function.removeprefix('test_')}:{getattr(case, 'id', _NONE)}"
+
+
+def _check_of(item: pytest.Item) -> Check | None:
+    found = getattr(getattr(item, "function", None), ATTRIBUTE, None)
+    return found if isinstance(found, Check) else None
+
+
+def _position(item: pytest.Item) -> int:
+    found = _check_of(item)
+    return GROUPS.index(found.group) if found is not None else len(GROUPS)
+
+
+def _name_of(item: pytest.Item) -> str:
+    return str(getattr(item, "originalname", None) or item.name)
+
+
+def _case_of(item: pytest.Item) -> object:
+    specification = getattr(item, "callspec", None)
+    return specification.params.get("case") if specification is not None else None
+
+
+def _judged(report: pytest.TestReport) -> tuple[str, str, bool]:
+    """(outcome, reason, whether it leaves the run partial) of one report."""
+    if report.failed:
+        return "failed", _last_line(report.longreprtext), False
+    if report.passed:
+        return "passed", "", False
+    if hasattr(report, "wasxfail"):
+        return "known", str(report.wasxfail), False
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+    reason = str(reason).removeprefix("Skipped: ")
+    for gap, prefix in SUITE_SKIP.items():
+        if reason.startswith(prefix):
+            return "skipped", reason.removeprefix(prefix), gap
+    return "skipped", f"skipped from outside the suite: {reason}", True
+
+
+def _last_line(text: str) -> str:
+    """What a failure says: the assertion's message, without the traceback."""
+    lines = [line[1:].strip() for line in text.splitlines() if line.startswith("E")]
+    return "\n".join(lines[:12]) if lines else text.strip().splitlines()[-1] if text.strip() else ""
+
+
+def _foreign_plugins(config: pytest.Config) -> list[str]:
+    """What else had a hand in the run: plugins and conftest files that are not pytest's own."""
+    names = []
+    for name, plugin in config.pluginmanager.list_name_plugin():
+        module = getattr(plugin, "__name__", type(plugin).__module__)
+        if plugin is not None and not str(module).startswith(("_pytest", "omniplat.conformance")):
+            names.append(Path(str(name)).name if str(name).endswith(".py") else str(name))
+    return sorted(set(names))

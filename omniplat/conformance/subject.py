@@ -1,0 +1,128 @@
+"""The backend under test: its declaration, the device that is here or why none is, and its kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from omniplat.backend import BackendProbe, BackendSpec
+from omniplat.capability import Capability, Rejected
+from omniplat.choose import backend_devices
+from omniplat.device import DEFAULT_ARCH, Device
+from omniplat.errors import OmniplatError
+from omniplat.host import installed_version
+from omniplat.layer import LayerSpec
+from omniplat.match import Policy, decide
+from omniplat.registry import BACKENDS, Registry, default_registry, probe_backend
+
+if TYPE_CHECKING:
+    import torch
+
+    from omniplat.runtime.kernel import Kernel
+
+#: What every kind of device is called in torch.
+_TORCH_DEVICES = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "xpu": "xpu", "npu": "npu"}
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Why a check cannot run here.
+
+    `code` is "no-device", "no-kernel", "distribution" or "arch". All but the last leave the run `partial`: nobody has
+    every architecture, and a report speaks for the device that it names.
+    """
+
+    code: str
+    reason: str
+
+    @property
+    def is_gap(self) -> bool:
+        return self.code != "arch"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One backend on one device. `device` is described, and `missing` says why, where none is here."""
+
+    spec: BackendSpec
+    device: Device
+    missing: str = ""
+    distribution: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def has_device(self) -> bool:
+        return not self.missing
+
+    def obstacle(self, capability: Capability) -> Obstacle | None:
+        """What keeps a capability's kernel from running here; None where it runs."""
+        if self.missing:
+            return Obstacle("no-device", f"no device: {self.missing}")
+        if capability.archs and self.device.arch not in capability.archs:
+            return Obstacle("arch", f"needs {', '.join(capability.archs)}; the device is {self.device.arch}")
+        if not capability.impl:
+            return Obstacle("no-kernel", f"{capability.name} is declared and has no kernel yet")
+        for requirement in capability.requires:
+            missing = unmet(capability, requirement, self.device)
+            if missing:
+                return Obstacle("distribution", f"needs {requirement}, found {missing}")
+        return None
+
+    def decide(self, capability: Capability, layer: LayerSpec) -> str:
+        """Why the capability refuses a layer here; "" where it accepts."""
+        answer = decide(capability, layer, self.device, Policy())
+        return str(answer) if isinstance(answer, Rejected) else ""
+
+    def kernel(self, capability: Capability) -> Kernel:
+        """A fresh kernel of a capability."""
+        from omniplat.runtime.kernel import load_kernel
+
+        return load_kernel(capability.impl)
+
+    @property
+    def torch_device(self) -> torch.device:
+        import torch
+
+        return torch.device(_TORCH_DEVICES[self.device.kind])
+
+
+def unmet(capability: Capability, requirement: str, device: Device) -> str:
+    """What is installed where a requirement of the capability is not met; "" where it is."""
+    from packaging.requirements import Requirement
+
+    needed = Requirement(requirement)
+    found = installed_version(needed.name)
+    if not found:
+        return "nothing installed"
+    return "" if needed.specifier.contains(found, prereleases=True) else found
+
+
+def find_subject(name: str, registry: Registry | None = None, environ: Mapping[str, str] | None = None) -> Subject:
+    """The backend of that name. Raises what the registry raises where it cannot even be loaded.
+
+    A probe that fails leaves the subject without a device: the manifest group reports the failure.
+    """
+    registry = registry or default_registry()
+    spec = registry.load(BACKENDS, name)
+    plugin = next(item for item in registry.plugins(BACKENDS) if item.name == name)
+    try:
+        probe = probe_backend(spec)
+    except OmniplatError as error:
+        probe = BackendProbe(available=False, reason=error.message)
+    kind = spec.kinds[0] if spec.kinds else "cpu"
+    if probe.available:
+        devices = backend_devices(spec, probe)
+        reason = "" if devices else "the probe found none"
+    else:
+        devices, reason = (), probe.reason or "the probe found none"
+    device = devices[0] if devices else Device(kind, DEFAULT_ARCH.get(kind, "generic"))
+    versions = {key: text for key, text in {**device.versions, **probe.versions}.items() if text}
+    return Subject(spec, device, reason, plugin.distribution, versions)
+
+
+def environment() -> dict[str, str]:
+    """Variables that change what the suite runs on."""
+    names = ("OMNIPLAT_BACKEND", "OMNIPLAT_PREFER", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+    return {name: os.environ[name] for name in names if name in os.environ}

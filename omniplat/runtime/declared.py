@@ -1,0 +1,40 @@
+"""A kernel's own guard: it refuses weights that its capability does not declare.
+
+Planning never sends it one. Engines, tools and tests call kernels directly, and a kernel that computes something with
+a weight it does not know is worse than one that refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from omniplat.capability import Capability, compare_activation, matches
+from omniplat.errors import UnsupportedCombinationError
+from omniplat.layer import LayerSpec
+from omniplat.runtime.tensors import WeightTensors
+
+
+def require_declared(
+    backend: str, capability: Capability, weight: WeightTensors, spec: LayerSpec, roles: Iterable[str]
+) -> None:
+    """Raise UnsupportedCombinationError unless `capability` declares the weight's scheme.
+
+    `roles` are the canonical tensors that the kernel reads beside `bias`: a weight with others (`zero_point`,
+    `group_index`, `pre_scale`) means something else without them.
+    """
+    scheme = weight.scheme
+    reasons = []
+    if not matches(capability.weights, scheme.weight_id):
+        reasons.append(f"{capability.name}  needs weight {', '.join(capability.weights)}, found {scheme.weight_id}")
+    declared = scheme.activation_id
+    if capability.executes:
+        runs = compare_activation(declared, capability.executes) != "changed"
+    else:
+        runs = matches(capability.activations, declared)
+    if not runs:
+        needed = capability.executes or ", ".join(capability.activations)
+        reasons.append(f"{capability.name}  needs activation {needed}, found {declared}")
+    if unread := sorted(set(weight.tensors) - {*roles, "bias"}):
+        reasons.append(f"{capability.name}  needs a weight without {', '.join(unread)}")
+    if reasons:
+        raise UnsupportedCombinationError(backend, spec.op, scheme.id, [spec.name], reasons)
