@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
@@ -122,10 +123,11 @@ def compile_dynamic(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]
     torch._dynamo.reset()
     traced = 0
 
-    def count(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+    def count(graph: torch.fx.GraphModule, example: list[torch.Tensor]) -> Callable[..., object]:
         nonlocal traced
         traced += 1
-        return graph.forward
+        built: Callable[..., object] = lookup_backend("aot_eager")(graph, example)
+        return built
 
     compiled = torch.compile(lambda x: module(x)[0], fullgraph=True, dynamic=True, backend=count)
 
@@ -290,7 +292,7 @@ def experts(expert_parallel: bool, rank: int, world: int, scratch: Path) -> None
         torch._dynamo.reset()
         compiled = torch.compile(
             lambda x, logits: layer.experts(hidden_states=x, router_logits=logits),
-            fullgraph=True, dynamic=True, backend="eager",
+            fullgraph=True, dynamic=True, backend="aot_eager",
         )  # fmt: skip
         for x in inputs(256):
             logits = torch.randn(x.shape[0], 4, generator=torch.Generator().manual_seed(x.shape[0])).to(torch.bfloat16)
