@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -96,7 +97,7 @@ def make_plan(
         resolutions.append(resolution)
     plan = Plan(
         PlanCheckpoint(
-            str(checkpoint.path),
+            os.fsencode(checkpoint.path).decode(errors="backslashreplace"),
             tuple(dict.fromkeys(item.format for item in resolutions if item.format)),
             tuple(item.component.name for item in resolutions),
             checkpoint.revision,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from omniplat.cli.output import escape
 from omniplat.info import BackendReport, Info, PluginReport, collect_info
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ def info(json_output: bool, console: Console | None = None) -> int:
 
 
 def _print(report: Info, console: Console) -> None:
-    from rich.markup import escape
     from rich.table import Table
 
     document = report.to_dict()
@@ -64,8 +64,6 @@ def _print(report: Info, console: Console) -> None:
 
 
 def _print_plugins(title: str, plugins: tuple[PluginReport, ...], console: Console) -> None:
-    from rich.markup import escape
-
     words = [f"{escape(plugin.name)} [dim]({escape(plugin.distribution)})[/dim]" for plugin in plugins]
     console.print(f"{title}: {', '.join(words) or 'none'}", highlight=False)
     for plugin in plugins:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,9 +20,30 @@ if TYPE_CHECKING:
 _LOG_WIDTH = 150
 
 
+#: What a terminal acts on or hides: control characters, direction marks, invisible ones, line and paragraph separators.
+_UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """`text` with what would command a terminal, or not be seen on it, written as an escape."""
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def escape(text: str) -> str:
+    """`text` as rich's console prints it: visible, and no markup."""
+    from rich.markup import escape as escape_markup
+
+    return escape_markup(visible(text))
+
+
 def print_json(document: Mapping[str, Any]) -> None:
-    """One JSON document on stdout, indented."""
-    print(msgspec.json.format(msgspec.json.encode(document), indent=1).decode())
+    """One JSON document on stdout, indented; what would command a terminal is escaped as JSON does it."""
+    try:
+        text = msgspec.json.format(msgspec.json.encode(document), indent=1).decode()
+    except UnicodeEncodeError:  # the name of a file that is no UTF-8
+        text = json.dumps(document, indent=1)
+    lines = (_UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", line) for line in text.split("\n"))
+    print("\n".join(lines))
 
 
 def make_console() -> Console:
@@ -36,7 +59,9 @@ def report_error(error: OmniplatError, *, json_output: bool) -> None:
     if json_output:
         print_json({"schema": "omniplat.error/1", **error.to_dict()})
     else:
-        print(f"error: {error.message}", file=sys.stderr)
+        # Only this error has lines of its own; in the others a line break came from a name.
+        lines = error.message.split("\n") if isinstance(error, UnsupportedCombinationError) else [error.message]
+        print("error: " + "\n".join(map(visible, lines)), file=sys.stderr)
 
 
 @contextmanager

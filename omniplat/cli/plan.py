@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from omniplat.api import plan as make
-from omniplat.cli.output import human_bytes, make_console, print_json
+from omniplat.cli.output import escape, human_bytes, make_console, print_json
 from omniplat.document import Plan, PlanLayer, PlanTrace
 from omniplat.errors import UsageError
 
@@ -64,7 +64,6 @@ def plan_command(
 
 def print_plan(plan: Plan, console: Console, *, show_all: bool = False) -> None:
     """The plan as a table grouped by repeated block, then its findings and sizes."""
-    from rich.markup import escape
     from rich.table import Table
 
     device = f"{plan.device.kind}:{plan.device.arch}"
@@ -107,8 +106,6 @@ def print_plan(plan: Plan, console: Console, *, show_all: bool = False) -> None:
 
 def _print_unquantized(layers: Sequence[PlanLayer], console: Console) -> None:
     """What stays in 16 or 32 bit, grouped by the rule that leaves it there."""
-    from rich.markup import escape
-
     groups: dict[str, list[PlanLayer]] = defaultdict(list)
     for layer in layers:
         groups[_why(layer)].append(layer)
@@ -182,8 +179,6 @@ def _ranges(values: Sequence[int]) -> str:
 
 
 def _print_findings(plan: Plan, console: Console) -> None:
-    from rich.markup import escape
-
     for item in plan.findings:
         where = f"{item.where.file}: " if item.where.file and not item.message.startswith(item.where.file) else ""
         console.print(
@@ -198,8 +193,6 @@ def _print_findings(plan: Plan, console: Console) -> None:
 
 def explain_layer(plan: Plan, name: str, console: Console) -> None:
     """One layer's whole story: modules, declaration, storage, every kernel's answer, findings about it."""
-    from rich.markup import escape
-
     try:
         layer = plan.layer(name)
     except KeyError:

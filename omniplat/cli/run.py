@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from omniplat.api import load_layers, make_planned, require_files, require_torch
 from omniplat.checkpoint.folder import Component, open_checkpoint
 from omniplat.checkpoint.reader import ShardReader
-from omniplat.cli.output import answering_no, human_bytes, make_console, print_json
+from omniplat.cli.output import answering_no, escape, human_bytes, make_console, print_json
 from omniplat.cli.plan import collapse, group_names, print_plan
 from omniplat.errors import UsageError
 from omniplat.planner import Planned
@@ -150,7 +150,6 @@ def _scheme(item: SchemeFidelity) -> dict[str, Any]:
 
 
 def _print(results: Sequence[tuple[str, LayerFidelity]], report: dict[str, Any]) -> None:
-    from rich.markup import escape
     from rich.table import Table
 
     console = make_console()
