@@ -82,6 +82,20 @@ def linear(x: Array, weight: CanonicalWeight, capability: Capability, dtype: str
     return Expected(y, unquantized, allowed + rounding(np.abs(y) + allowed, dtype))
 
 
+def linear_by_rules(x: Array, weight: CanonicalWeight, capability: Capability, dtype: str) -> tuple[Expected, ...]:
+    """As `linear`, by the rule for activation scales that the file declares, then by the format's default.
+
+    A file may ask for scales by another rule than a device has (127.5 instead of 127 for int8), and a capability does
+    not say which it follows: either is right.
+    """
+    executed = executed_activation(capability, weight.scheme)
+    found = [linear(x, weight, capability, dtype)]
+    if executed is not None and executed.scale_rule:
+        plain = weight.scheme.with_activation(replace(executed, scale_rule=""))
+        found.append(linear(x, replace(weight, scheme=plain), capability, dtype))
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True)
 class Routing:
     """Which experts each row chose (-1: none), and with what weights."""

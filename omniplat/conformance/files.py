@@ -67,12 +67,21 @@ def assert_linear_right(subject: Subject, item: PlannedLayer, layer: nn.Module, 
     start = 0
     for part in item.packed.parts:
         weight = canonical_of(written.weights, part.module.name, item)
-        wanted = expected.linear(x, weight, item.capability, dtype)
         rows = found[:, start : start + weight.out_features]
-        beyond = excess(rows, wanted.y, wanted.allowed)
-        assert beyond is None, f"{part.module.name} in {item.layer.name}: {beyond}"
+        assert_module_right(item, part.module.name, x, rows, written)
         start += weight.out_features
     assert start == found.shape[1]
+
+
+def assert_module_right(
+    item: PlannedLayer, module: str, x: Array, found: Array, written: Written, extra: Array | float = 0.0
+) -> None:
+    """The output of one checkpoint module within its bound and `extra`."""
+    assert item.capability is not None
+    weight = canonical_of(written.weights, module, item)
+    choices = expected.linear_by_rules(x, weight, item.capability, item.packed.spec.dtype)
+    beyond = [excess(found, wanted.y, wanted.allowed + extra) for wanted in choices]
+    assert None in beyond, f"{module} in {item.layer.name}: {beyond[0]}"
 
 
 def assert_experts_loaded(subject: Subject, item: PlannedLayer, layer: nn.Module, written: Written) -> None:

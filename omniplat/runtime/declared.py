@@ -13,6 +13,9 @@ from omniplat.errors import UnsupportedCombinationError
 from omniplat.layer import LayerSpec
 from omniplat.runtime.tensors import WeightTensors
 
+#: What a static activation brings, and a kernel that executes another one has no use for.
+_INPUT_ROLES = ("input_scale", "input_zero_point", "input_global_scale")
+
 
 def require_declared(
     backend: str, capability: Capability, weight: WeightTensors, spec: LayerSpec, roles: Iterable[str]
@@ -20,7 +23,8 @@ def require_declared(
     """Raise UnsupportedCombinationError unless `capability` declares the weight's scheme.
 
     `roles` are the canonical tensors that the kernel reads beside `bias`: a weight with others (`zero_point`,
-    `group_index`, `pre_scale`) means something else without them.
+    `group_index`, `pre_scale`) means something else without them. Static input scales need not be among them where
+    the capability executes one activation whatever is declared.
     """
     scheme = weight.scheme
     reasons = []
@@ -34,7 +38,8 @@ def require_declared(
     if not runs:
         needed = capability.executes or ", ".join(capability.activations)
         reasons.append(f"{capability.name}  needs activation {needed}, found {declared}")
-    if unread := sorted(set(weight.tensors) - {*roles, "bias"}):
+    unused = _INPUT_ROLES if capability.executes else ()
+    if unread := sorted(set(weight.tensors) - {*roles, *unused, "bias"}):
         reasons.append(f"{capability.name}  needs a weight without {', '.join(unread)}")
     if reasons:
         raise UnsupportedCombinationError(backend, spec.op, scheme.id, [spec.name], reasons)

@@ -16,6 +16,7 @@ from omniplat.conformance.checkpoint import Sizes, Written, modules_of, write_ch
 from omniplat.conformance.checks import Named, check
 from omniplat.conformance.files import (
     ROWS,
+    assert_module_right,
     canonical_of,
     loaded_input,
     pseudo_case,
@@ -25,7 +26,7 @@ from omniplat.conformance.files import (
 from omniplat.conformance.inputs import random_input
 from omniplat.conformance.judge import assert_experts_right
 from omniplat.conformance.subject import Subject
-from omniplat.conformance.tolerances import Float64, excess, rounding
+from omniplat.conformance.tolerances import Float64, rounding
 from omniplat.planner import Planned, PlannedLayer
 from omniplat.runtime.kernel import load_kernel
 from omniplat.runtime.layers import QuantExperts, QuantLinear
@@ -89,11 +90,8 @@ def _assert_sum(
     x = loaded_input(item, dtype, TP)
     cuts = np.split(x, TP, axis=1)
     pieces = [run_linear(_linear_of(layer), cut, dtype, subject) for layer, cut in zip(ranks, cuts, strict=True)]
-    weight = canonical_of(written.weights, item.packed.parts[0].module.name, item)
-    wanted = expected.linear(x, weight, item.capability, dtype)
-    allowed = wanted.allowed + rounding_of(pieces, dtype)
-    beyond = excess(np.sum(pieces, axis=0), wanted.y, allowed)
-    assert beyond is None, f"{item.layer.name}: {beyond}"
+    total = np.sum(pieces, axis=0)
+    assert_module_right(item, item.packed.parts[0].module.name, x, total, written, rounding_of(pieces, dtype))
 
 
 def rounding_of(pieces: Sequence[Float64], dtype: str) -> Float64:
@@ -116,9 +114,7 @@ def _assert_side_by_side(
         for rank, output in enumerate(outputs):
             pieces.append(output[:, starts[rank] : starts[rank] + rows])
             starts[rank] += rows
-        wanted = expected.linear(x, weight, item.capability, dtype)
-        beyond = excess(np.concatenate(pieces, axis=1), wanted.y, wanted.allowed)
-        assert beyond is None, f"{part.module.name} in {item.layer.name}: {beyond}"
+        assert_module_right(item, part.module.name, x, np.concatenate(pieces, axis=1), written)
 
 
 @check("split", _moe)

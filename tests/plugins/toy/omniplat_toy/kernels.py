@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from omniplat.layer import LayerSpec
+from omniplat.runtime.declared import require_declared
 from omniplat.runtime.kernel import LinearKernel, Prepared
 from omniplat.runtime.tensors import WeightTensors
+from omniplat_toy.spec import SPEC
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Int8Rows(LinearKernel[Int8RowsConfig]):
     config_type = Int8RowsConfig
 
     def prepare(self, weight: WeightTensors, spec: LayerSpec) -> Prepared[Int8RowsConfig]:
+        require_declared("toy", SPEC.capabilities[0], weight, spec, ("codes", "scale"))
         tensors = {"codes": weight.tensors["codes"], "scale": weight.tensors["scale"].float()}
         return Prepared(tensors, Int8RowsConfig(weight.out_features))
 
