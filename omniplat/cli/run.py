@@ -17,7 +17,10 @@ from omniplat.errors import UsageError
 from omniplat.planner import Planned
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from omniplat.tools.fidelity import LayerFidelity, OriginalWeights, SchemeFidelity
+    from omniplat.tools.fidelity_moe import MoeFidelity
 
 SCHEMA = "omniplat.run/1"
 
@@ -45,16 +48,16 @@ def run_command(
     originals = _originals(planned, reference)
     start = time.perf_counter()
     with answering_no(json_output=json_output):
-        results = _measure(planned, originals, tokens, seed, quiet=json_output)
+        results, whole = _measure(planned, originals, tokens, seed, quiet=json_output)
     seconds = time.perf_counter() - start
     if reference is not None and results and all(item.weight is None for _, item in results):
         raise UsageError(f"{reference} has none of the modules of {checkpoint}")
-    report = _report(planned, reference, tokens, seed, seconds, results)
+    report = _report(planned, reference, tokens, seed, seconds, results, whole)
     if json_output:
         print_json(report)
     else:
         _print(results, report)
-    return 0 if all(item.finite for _, item in results) else 1
+    return 0 if all(item["finite"] for item in (*report["layers"], *report["moe"])) else 1
 
 
 def _show_refusal(planned: Planned, json_output: bool) -> None:
@@ -82,21 +85,30 @@ def _originals(planned: Planned, reference: Path | None) -> dict[str, OriginalWe
 
 def _measure(
     planned: Planned, originals: dict[str, OriginalWeights], tokens: int, seed: int, *, quiet: bool
-) -> list[tuple[str, LayerFidelity]]:
+) -> tuple[list[tuple[str, LayerFidelity]], list[tuple[str, MoeFidelity]]]:
+    """Every quantized layer, and every mixture-of-experts layer with its router."""
     from omniplat.tools.fidelity import measure
+    from omniplat.tools.fidelity_moe import measure_moe
 
     readers = {item.component.name: ShardReader(item.component.root) for item in planned.resolutions}
     total = sum(item.layer.status == "ok" for item in planned.layers)
-    results = []
+    results: list[tuple[str, LayerFidelity]] = []
+    mixtures: list[tuple[str, MoeFidelity]] = []
     for name, item, layer in load_layers(planned):
         part = item.layer.component
-        found = measure(layer, item.packed, readers[part], originals.get(part), rows=tokens, seed=seed)
+        reader, original = readers[part], originals.get(part)
+        if item.layer.op == "moe":
+            found, whole = measure_moe(planned, item, layer, reader, original, rows=tokens, seed=seed)
+            if whole is not None:
+                mixtures.append((f"{part}/{whole.name}" if part else whole.name, whole))
+        else:
+            found = measure(layer, item.packed, reader, original, rows=tokens, seed=seed)
         results.append((name, found))
         if not quiet and sys.stderr.isatty():
             print(f"\r{len(results)} of {total} layers", end="", file=sys.stderr)
     if not quiet and sys.stderr.isatty():
         print(file=sys.stderr)
-    return results
+    return results, mixtures
 
 
 def _report(
@@ -106,6 +118,7 @@ def _report(
     seed: int,
     seconds: float,
     results: Sequence[tuple[str, LayerFidelity]],
+    whole: Sequence[tuple[str, MoeFidelity]],
 ) -> dict[str, Any]:
     from omniplat.tools.fidelity import aggregate
 
@@ -121,6 +134,19 @@ def _report(
         "seconds": seconds,
         "layers": [_layer(name, item) for name, item in results],
         "by_scheme": [_scheme(item) for item in aggregate(item for _, item in results)],
+        "moe": [_mixture(name, item) for name, item in whole],
+    }
+
+
+def _mixture(name: str, item: MoeFidelity) -> dict[str, Any]:
+    return {
+        "name": name,
+        "router": item.router,
+        "top_k": item.top_k,
+        "shared": list(item.shared),
+        "output_error": item.output.relative if item.output else None,
+        "seconds": item.seconds,
+        "finite": item.finite,
     }
 
 
@@ -179,10 +205,27 @@ def _print(results: Sequence[tuple[str, LayerFidelity]], report: dict[str, Any])
             f"{human_bytes(scheme['resident_bytes'])} resident",
             highlight=False,
         )
-    not_finite = [name for name, item in results if not item.finite]
+    _print_mixtures(report["moe"], console)
+    not_finite = [item["name"] for item in (*report["layers"], *report["moe"]) if not item["finite"]]
     for name in not_finite:
         console.print(f"[bold red]error[/] {escape(name)}: the output is not finite", highlight=False)
     console.print(f"{len(results)} layers loaded and run in {report['seconds']:.2f} s", highlight=False)
+
+
+def _print_mixtures(mixtures: Sequence[dict[str, Any]], console: Console) -> None:
+    from rich.markup import escape
+
+    by_name = {item["name"]: item for item in mixtures}
+    for names in group_names(list(by_name), lambda name: (by_name[name]["top_k"], len(by_name[name]["shared"]))):
+        members = [by_name[name] for name in names]
+        errors = [item["output_error"] for item in members if item["output_error"] is not None]
+        shared = ", with a shared expert" if members[0]["shared"] else ""
+        console.print(
+            f"[bold]{escape(collapse(names))}[/]: {len(members)} whole, each row to {members[0]['top_k']} experts by "
+            f"the checkpoint's router{shared}; relative L2 of outputs {_range(errors) or 'not compared'}; "
+            f"{1e3 * sum(item['seconds'] for item in members) / len(members):.2f} ms per call",
+            highlight=False,
+        )
 
 
 def _figure(value: float | None) -> str:

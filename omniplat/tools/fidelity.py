@@ -8,7 +8,7 @@ sums the squares of its layers before dividing, so large layers count for more.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import sqrt
 from statistics import median
@@ -30,8 +30,11 @@ from omniplat.runtime.tensors import DTYPES, to_tensor
 from omniplat.scheme import UNQUANTIZED
 from omniplat.tools.convert import dequantized_rows
 
-#: Experts that a row of the measurement chooses.
+#: Experts that a row of the measurement chooses where no router chooses.
 TOP_K = 2
+
+#: Rows to the experts that they choose, and their weights.
+Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Originals(Protocol):
@@ -106,18 +109,21 @@ def measure(
     rows: int = 32,
     seed: int = 0,
     repeats: int = 3,
+    router: Router | None = None,
 ) -> LayerFidelity:
     """Run `layer`, which was loaded from `packed` through `reader`, and compare it with its original.
 
-    Raises InvalidCheckpointError where the original's weight has another shape.
+    `router` chooses experts for rows; without it they are chosen at random. Raises InvalidCheckpointError where the
+    original's weight has another shape.
     """
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, packed.spec.in_features, generator=generator).to(torch.bfloat16).to(torch.float32)
-    routing = _routing(layer, rows, generator) if isinstance(layer, QuantExperts) else ()
+    x = inputs(packed, rows, seed)
+    routing: tuple[torch.Tensor, ...] = ()
     with torch.inference_mode():
+        if isinstance(layer, QuantExperts):
+            routing = router(x) if router is not None else _routing(layer, rows, seed)
         found = layer(x, *routing).to(torch.float64)
         timed = x.to(DTYPES.get(packed.spec.dtype, torch.bfloat16))
-        seconds = median(_seconds(layer, timed, routing) for _ in range(max(repeats, 1)))
+        seconds = median_seconds(layer, timed, routing, repeats)
     weight = output = None
     if originals is not None and all(originals.weight(module.name) is not None for module in packed.modules):
         weight = _sum(weight_distance(module, reader, _original(originals, module)) for module in packed.modules)
@@ -174,17 +180,28 @@ def _sum(distances: Iterable[Distance]) -> Distance | None:
     return total
 
 
+def inputs(packed: PackedLayer, rows: int, seed: int) -> torch.Tensor:
+    """Gaussian rows for a layer: float32, and bf16 numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, packed.spec.in_features, generator=generator).to(torch.bfloat16).to(torch.float32)
+
+
+def median_seconds(layer: torch.nn.Module, x: torch.Tensor, routing: tuple[torch.Tensor, ...], repeats: int) -> float:
+    """Median time of a call over `repeats` of them."""
+    return median(_seconds(layer, x, routing) for _ in range(max(repeats, 1)))
+
+
 def _seconds(layer: torch.nn.Module, x: torch.Tensor, routing: tuple[torch.Tensor, ...]) -> float:
     start = time.perf_counter()
     layer(x, *routing)
     return time.perf_counter() - start
 
 
-def _routing(layer: QuantExperts, rows: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+def _routing(layer: QuantExperts, rows: int, seed: int) -> tuple[torch.Tensor, ...]:
     """Every row chooses `TOP_K` different experts, with equal weights."""
     experts = layer.spec.moe.experts if layer.spec.moe else 1
     chosen = min(TOP_K, experts)
-    ids = torch.rand(rows, experts, generator=generator).argsort(1)[:, :chosen]
+    ids = torch.rand(rows, experts, generator=torch.Generator().manual_seed(seed)).argsort(1)[:, :chosen]
     return ids, torch.full((rows, chosen), 1.0 / chosen)
 
 
@@ -198,7 +215,7 @@ def _original(originals: Originals, module: ResolvedModule) -> Array:
     return weight
 
 
-def _rows_of(parts: Iterable[Part], originals: Originals, expert: int | None = None) -> torch.Tensor:
+def rows_of(parts: Iterable[Part], originals: Originals, expert: int | None = None) -> torch.Tensor:
     """The original weight of fused parts in canonical row order: float64 [N, K]."""
     found = []
     for part in parts:
@@ -223,19 +240,33 @@ def _expected(
     """What the original computes, float64. Biases are those of the loaded layer: they are not quantized."""
     rows = x.to(torch.float64)
     if isinstance(layer, QuantLinear):
-        y = rows @ _rows_of(packed.parts, originals).t()
+        y = rows @ rows_of(packed.parts, originals).t()
         return y if layer.bias is None else y + layer.bias.to(torch.float64)
-    ids, weights = routing
+    return expected_experts(layer, packed, originals, x, *routing)
+
+
+def expected_experts(
+    layer: QuantExperts,
+    packed: PackedLayer,
+    originals: Originals,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """What the original's routed experts compute, float64, with the biases of the loaded layer."""
+    rows = x.to(torch.float64)
     y = torch.zeros_like(rows)
-    biases = dict(layer.named_buffers())
+    biases, moe = dict(layer.named_buffers()), packed.spec.moe
+    assert moe is not None
     for expert in torch.unique(ids).tolist():
         group, index = (0, expert) if packed.stacked else (expert, None)
         chosen, slot = torch.nonzero(ids == expert, as_tuple=True)
-        hidden = rows[chosen] @ _rows_of(packed.w13[group], originals, index).t()
+        hidden = rows[chosen] @ rows_of(packed.w13[group], originals, index).t()
         if "w13_bias" in biases:
             hidden = hidden + biases["w13_bias"][expert]
         gate, up = hidden.chunk(2, dim=1)
-        out = activate(gate, up, layer.activation) @ _rows_of(packed.w2[group], originals, index).t()
+        active = activate(gate, up, moe.activation, moe.limit, moe.alpha)
+        out = active @ rows_of(packed.w2[group], originals, index).t()
         if "w2_bias" in biases:
             out = out + biases["w2_bias"][expert]
         y.index_add_(0, chosen, out * weights[chosen, slot].to(torch.float64).unsqueeze(1))

@@ -81,6 +81,17 @@ def test_run_reports_fidelity_and_time() -> None:
     assert all(item["seconds"] > 0 for item in report["layers"])
 
 
+def test_run_covers_mixtures_of_experts_whole() -> None:
+    arguments = ("run", EXAMPLE / "checkpoint", "--reference", EXAMPLE / "original")
+    mixtures = json.loads(omniplat(*arguments, "--json").stdout)["moe"]
+    assert [item["name"] for item in mixtures] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    first = mixtures[0]
+    assert (first["router"], first["top_k"], first["finite"]) == ("model.layers.0.mlp.gate.wg", 2, True)
+    assert [name.rpartition(".")[2] for name in first["shared"]] == ["gate_and_up_proj", "down_proj"]
+    assert 0.1 < first["output_error"] < 0.4
+    assert "model.layers.{0..1}.mlp: 2 whole, each row to 2 experts" in omniplat(*arguments).stdout
+
+
 def test_run_against_something_else_is_refused(small: Path) -> None:
     done = omniplat("run", small, "--reference", EXAMPLE / "original")
     assert done.returncode == 2
