@@ -16,6 +16,10 @@ from omniplat.errors import InvalidCheckpointError
 MAX_HEADER_BYTES = 100_000_000
 
 
+#: More than any tensor library has.
+MAX_DIMENSIONS = 64
+
+
 class _Entry(msgspec.Struct, gc=False):
     dtype: str = ""
     shape: list[int] = []
@@ -81,6 +85,8 @@ def _check_entries(entries: dict[str, _Entry], shard: str, data: int, size: int)
         bits = DTYPE_BITS.get(entry.dtype)
         if bits is None:
             raise InvalidCheckpointError(f"dtype {entry.dtype!r} is not a safetensors dtype", file=shard, key=name)
+        if len(entry.shape) > MAX_DIMENSIONS:
+            raise InvalidCheckpointError(f"has {len(entry.shape)} dimensions", file=shard, key=name)
         if entry.shape and min(entry.shape) < 0:
             raise InvalidCheckpointError(f"shape {entry.shape} is negative", file=shard, key=name)
         needed = prod(entry.shape) * bits
