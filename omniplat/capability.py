@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from omniplat.layer import ACTIVATIONS
+
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
@@ -71,6 +73,7 @@ class Capability:
     `evidence`     "declared" | "emulated" | "verified on <device>".
     `impl`         "module:Class" of the kernel; empty while only planning is possible.
     `resident`     bytes kept per stored byte of weight (1.0: nothing is expanded).
+    `moe_activations`   what an op for experts can compute between its two products.
     `variants`     names of implementations of the same numerics that the kernel picks from by M.
     """
 
@@ -91,6 +94,7 @@ class Capability:
     via: str = ""
     resident: float = 1.0
     bias: bool = True
+    moe_activations: tuple[str, ...] = ACTIVATIONS
     variants: tuple[str, ...] = ()
 
 

@@ -66,6 +66,8 @@ def decide(capability: Capability, spec: LayerSpec, device: Device, policy: Poli
         return Rejected("dtype", ", ".join(capability.dtypes), spec.dtype)
     if spec.bias and not capability.bias:
         return Rejected("bias", "none", "bias")
+    if spec.moe is not None and spec.moe.activation not in capability.moe_activations:
+        return Rejected("moe activation", ", ".join(capability.moe_activations), spec.moe.activation)
     sizes = {"in": spec.in_features, "out": spec.out_features}
     if spec.moe is not None:
         sizes |= {"intermediate": spec.moe.intermediate, "experts": spec.moe.experts}

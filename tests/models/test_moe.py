@@ -131,7 +131,7 @@ def test_the_plan_tells_of_router_and_shared_expert(tmp_path: Path) -> None:
         "quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "bits": 4, "group_size": 32,
         "data_type": "mx_fp",
     }  # fmt: skip
-    config = {"model_type": "qwen2_moe", "num_experts_per_tok": 2, "quantization_config": quantization}
+    config: dict[str, Any] = {"model_type": "qwen2_moe", "num_experts_per_tok": 2, "quantization_config": quantization}
     plan = omniplat.plan(write_checkpoint(tmp_path, config, tensors), "cpu")
     details = plan.layer(f"{name}.experts").details["moe"]
     assert details["router"] == "gate"
@@ -140,3 +140,12 @@ def test_the_plan_tells_of_router_and_shared_expert(tmp_path: Path) -> None:
     assert details["routing"]["scoring"] == "softmax"
     assert "moe" not in plan.layer(f"{name}.gate").details
     assert omniplat.Plan.from_json(plan.to_json()) == plan
+
+    config["hidden_act"] = "tanhish"
+    refused = omniplat.plan(write_checkpoint(tmp_path, config, tensors), "cpu").layer(f"{name}.experts")
+    assert refused.status == "unsupported"
+    assert {
+        "rule": "moe activation",
+        "needed": "silu, gelu, gelu_tanh, relu2, swiglu-oai",
+        "found": "tanhish",
+    } in [trace.rejected for trace in refused.trace]
