@@ -126,7 +126,7 @@ def test_a_shape_of_a_million_dimensions(folder: Path) -> None:
 
 def test_very_many_tensors_take_bounded_time_and_memory(tmp_path: Path) -> None:
     """A million with OMNIPLAT_FUZZ at 10 or more; the limit on a header's length allows few more."""
-    count = 1_000_000 if int(os.environ.get("OMNIPLAT_FUZZ", "1")) >= 10 else 60_000
+    count = 1_000_000 if int(os.environ.get("OMNIPLAT_FUZZ", "1")) >= 10 else 20_000
     header = {f"l.{i}.weight": {"dtype": "U8", "shape": [1, 1], "data_offsets": [i, i + 1]} for i in range(count)}
     write_header(tmp_path / "model.safetensors", json.dumps(header, separators=(",", ":")), count)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
