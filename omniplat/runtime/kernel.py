@@ -130,12 +130,15 @@ class Workspaces:
     """Zero-initialised scratch tensors, one per (device, stream): what kernels share and may leave dirty.
 
     Kernels on one stream run one after another, so one tensor of the largest size serves all of them. A tensor
-    that was handed out stays valid when a larger one replaces it.
+    that was handed out stays valid when a larger one replaces it. A copy, also by pickle, is empty.
     """
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[torch.device, int], torch.Tensor] = {}
         self._lock = Lock()
+
+    def __reduce__(self) -> tuple[type[Workspaces], tuple[()]]:
+        return Workspaces, ()
 
     def get(self, device: torch.device, stream: int, nbytes: int) -> torch.Tensor | None:
         """A uint8 tensor of at least `nbytes` on `device` for `stream` (its id); None for 0 bytes."""

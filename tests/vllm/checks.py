@@ -7,6 +7,7 @@ processes of `worker.py` with world 2.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -36,7 +37,7 @@ from omniplat.runtime.load import load_layer
 from omniplat.runtime.plain import PlainLinear
 from omniplat.runtime.slicer import Rank
 from omniplat.runtime.tensors import to_tensor
-from tests.vllm.engine import Experts, Model, build, engine, load
+from tests.vllm.engine import Experts, Model, build, engine, load, tensors_of
 
 BUNDLED = Path(__file__).parents[1] / "data" / "checkpoints"
 Check = Callable[[int, int, Path], None]
@@ -269,9 +270,26 @@ def cut_blocks(rank: int, world: int, scratch: Path) -> None:
     assert any(item.code == "tp-not-divisible" for item in make_planned(folder, "cpu", tp=world).plan.findings)
 
 
+def fused_experts(rank: int, world: int, scratch: Path) -> None:
+    """Experts whose gate and up are one tensor: vLLM hands them over in halves."""
+    source = folder_of("lc-qwen3moe-mxfp4")
+    folder = scratch / f"fused-{world}-{rank}"
+    folder.mkdir()
+    tensors = dict(tensors_of(source))
+    for name in [name for name in tensors if ".gate_proj." in name]:
+        pair = tensors.pop(name), tensors.pop(name.replace(".gate_proj.", ".up_proj."))
+        tensors[name.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat(pair)
+    save_file(tensors, folder / "model.safetensors")
+    shutil.copy(source / "config.json", folder)
+    run_experts(folder, False, rank, world)
+
+
 def experts(expert_parallel: bool, rank: int, world: int, scratch: Path) -> None:
+    run_experts(folder_of("lc-qwen3moe-mxfp4"), expert_parallel, rank, world)
+
+
+def run_experts(folder: Path, expert_parallel: bool, rank: int, world: int) -> None:
     """vLLM's layer of experts with vLLM's routing, split along I or by expert."""
-    folder = folder_of("lc-qwen3moe-mxfp4")
     planned = make_planned(folder, "cpu", engine="vllm")
     with engine(world, expert_parallel=expert_parallel) as config, torch.no_grad():
         model = build(json.loads((folder / "config.json").read_text()), OmniplatConfig(planned), frozenset({"experts"}))
@@ -321,6 +339,7 @@ CHECKS: dict[str, Check] = {
     "fp8-block-partial": partial_blocks,
     "composite": composite,
     "experts": partial(experts, False),
+    "experts-fused": fused_experts,
 }
 #: Only with one rank, and only with two.
 ALONE: dict[str, Check] = {"fp8-block": partial(dense, "lc-qwen3-fp8-block", ALL)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,15 @@ def test_no_tensor_of_the_checkpoints_here_is_renamed() -> None:
     for folder in [EXAMPLE, *(path for path in BUNDLED.glob("*/checkpoint"))]:
         names = [name for name, _ in tensors_of(folder)]
         assert mapper.apply_list(names) == names
+
+
+def test_the_config_travels_to_other_processes(one_rank: None) -> None:
+    config = OmniplatConfig(make_planned(EXAMPLE, "cpu"))
+    config.apply_vllm_mapper(MAPPER)
+    copy = pickle.loads(pickle.dumps(config))
+    with engine(1):
+        layer = ReplicatedLinear(256, 256, bias=False, quant_config=copy, prefix="layers.0.self_attn.o_proj")
+    assert set(dict(layer.named_parameters())) == {"weight", "weight_scale"}
 
 
 def test_vocabulary_layers_are_no_linear_layers() -> None:
