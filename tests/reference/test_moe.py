@@ -105,3 +105,34 @@ def test_an_unknown_activation_is_refused() -> None:
     case.layer.activation = "tanhish"
     with pytest.raises(UsageError, match="tanhish"):
         case.run()
+
+
+@pytest.mark.parametrize(("scheme_id", "integers"), [("int8-channel/int8-token", True), ("int8-channel/a16", False)])
+def test_integer_codes_on_both_sides_are_multiplied_as_such(scheme_id: str, integers: bool) -> None:
+    assert [splits > 0 for splits in Case(scheme_id, 1).layer.config.splits] == [integers, integers]
+
+
+@pytest.mark.parametrize("scheme_id", ["bf16/a16", "mxfp4/a16", "mxfp8/mxfp8", "int8-channel/int8-token"])
+def test_bf16_rows_differ_by_their_rounding(scheme_id: str) -> None:
+    case = Case(scheme_id, 16)
+    exact = case.run()
+    y = case.layer(
+        torch.from_numpy(case.x).to(torch.bfloat16), torch.from_numpy(case.ids), torch.from_numpy(case.weights)
+    )
+    assert y.dtype == torch.bfloat16
+    error = np.linalg.norm(y.double().numpy() - exact) / np.linalg.norm(exact)
+    assert error <= (6e-3 if scheme_id != "mxfp8/mxfp8" else 3e-2)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu2", "swiglu-oai"])
+def test_activations_are_the_oracles(activation: str) -> None:
+    made, moe = Weights(4), MoeSpec(E, INNER, activation, limit=2.0, alpha=1.3)
+    scheme = Scheme.parse("bf16/a16")
+    w13 = stack([made.canonical(scheme, 2 * INNER, K) for _ in range(E)])
+    w2 = stack([made.canonical(scheme, K, INNER) for _ in range(E)])
+    spec, kernel = LayerSpec("experts", "moe", K, K, scheme, moe=moe), ExpertLoop()
+    layer = QuantExperts(spec, kernel, kernel.prepare(to_torch(w13, experts=E), to_torch(w2, experts=E), spec))
+    x, ids, weights = made.values(4, K), made.random.integers(0, E, (4, TOP)), made.random.random((4, TOP))
+    y = layer(torch.from_numpy(x), torch.from_numpy(ids), torch.from_numpy(weights).float()).double().numpy()
+    expected = experts(x, ids, weights, w13, w2, moe)
+    assert np.linalg.norm(y - expected) <= 1e-6 * np.linalg.norm(expected)
