@@ -14,12 +14,12 @@ For a linear layer with N rows (out features) and K columns (in features):
                    e8m0 scales are uint8: 2^(b-127), 255 = NaN. Reinterpreted, never converted
                    bitsandbytes' blocks are groups: f32 [N, K/block], where the block divides K; LLM.int8: amax / 127
     zero_point     int16 [N, 1 | G]; f32 where a dialect's are fractional. w = (code - zero_point) * scale
-    global_scale   f32 [N, 1], a multiplier (NVFP4)
+    global_scale   f32 [N, 1], a multiplier (NVFP4); f64 where the file has a divisor: the reciprocal must lead back
     scale2         f32 [N, K/512] (dual level)
     group_index    int32 [K]: column k uses scale[:, group_index[k]]
     pre_scale      f32 [K]: y = (x * pre_scale) @ W^T
     input_scale    f32 [1], a multiplier: x = q * input_scale; input_zero_point int32 [1]
-    input_global_scale  f32 [1], a multiplier (NVFP4 activations)
+    input_global_scale  f32 (or f64, as above) [1], a multiplier (NVFP4 activations)
     bias           [N] in the stored dtype
 
 A stacked MoE weight has a leading E on every array.

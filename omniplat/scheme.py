@@ -133,6 +133,7 @@ _NAMED: dict[str, TensorQuant] = {
     "mxint4": TensorQuant("int4", "group", 32, scale_format="e8m0"),
     "mxfp4-dual": TensorQuant("fp4_e2m1", "group", 32, scale_format="e8m0", second_scale="dual"),
     "nvfp4": TensorQuant("fp4_e2m1", "group", 16, scale_format="e4m3", second_scale="global"),
+    "nvfp4-g32": TensorQuant("fp4_e2m1", "group", 32, scale_format="e4m3", second_scale="global"),
     "svdq-int4": TensorQuant("svdq_int4", "opaque"),
     "svdq-int4-g64": TensorQuant("svdq_int4", "group", 64),
     "svdq-nvfp4": TensorQuant("svdq_nvfp4", "opaque"),

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 from omniplat.errors import InvalidCheckpointError, UnsupportedOptionError
 from omniplat.formats.base import literal_matcher
-from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Rule
+from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Refusal, Rule
 from omniplat.formats.matching import (
     AnyOf,
     AtOrBelow,
+    Everything,
     Exact,
     Matcher,
     ModuleIndex,
@@ -65,6 +66,10 @@ class AutoRoundFormat:
 
     def read(self, source: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> Declaration:
         packing_format = source.string("packing_format") or source.string("backend")
+        if packing_format == "auto_round:fake":
+            note = "packing format auto_round:fake stores dequantized weights: nothing is quantized"
+            key = f"packing_format={packing_format}"
+            return Declaration(self.name, source.file, NOT_QUANTIZED, default_key=key, notes=(note,))
         if packing_format not in _PACKINGS:
             raise UnsupportedOptionError(
                 f"packing format {packing_format!r} is none of {', '.join(sorted(filter(None, _PACKINGS)))}",
@@ -83,7 +88,23 @@ class AutoRoundFormat:
             scope=AnyOf(tuple(AtOrBelow(block) for block in blocks)) if blocks else None,
             scope_key=f"block_name_to_quantize={','.join(blocks)}" if blocks else "",
             default_key=_default_key(source),
+            refusals=_rotations(source),
         )
+
+
+def _rotations(source: Fields) -> tuple[Refusal, ...]:
+    """Hadamard and SpinQuant rotations whose other half is computed on the activations at run time."""
+    found = []
+    rotation = source.child("rotation_config")
+    if rotation is not None and rotation.values and rotation.boolean("allow_online_rotation", True):
+        found.append(("rotation_config", rotation.string("algorithm", "hadamard")))
+    spin = source.child("spinquant_config")
+    if spin is not None and any(spin.boolean(name, False) for name in ("online_r1_rotation", "r3", "r4")):
+        found.append(("spinquant_config", spin.string("algorithm", "spinquant")))
+    return tuple(
+        Refusal(Everything(), source.path(key), f"{name} rotation of activations at run time is not computed here")
+        for key, name in found
+    )
 
 
 def _default_key(source: Fields) -> str:

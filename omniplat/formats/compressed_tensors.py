@@ -11,9 +11,20 @@ from dataclasses import dataclass, replace
 
 from omniplat.errors import UnsupportedOptionError
 from omniplat.formats.base import expand_fused, literal_matcher
-from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Rule
-from omniplat.formats.matching import AnyOf, Exact, Matcher, Nothing, Pattern, bounded_regex, compile_regex
+from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Refusal, Rule
+from omniplat.formats.matching import (
+    AnyOf,
+    Exact,
+    Except,
+    Matcher,
+    Nothing,
+    Pattern,
+    Where,
+    bounded_regex,
+    compile_regex,
+)
 from omniplat.formats.metadata import Fields
+from omniplat.models.names import is_embedding
 from omniplat.scheme import Scheme, TensorQuant, parse_weight_id
 
 #: Formats whose tensors are understood. "" and mixed-precision leave it to the groups.
@@ -47,6 +58,7 @@ class CompressedTensorsFormat:
         rules: list[Rule] = []
         default = NOT_QUANTIZED
         default_key = "config_groups"
+        patterns: list[Rule] = []
         for position, entry in enumerate(source.strings("ignore")):
             rules.append(_ignore_rule(entry, position, source, parts_of))
         for group, fields in source.children("config_groups"):
@@ -57,8 +69,63 @@ class CompressedTensorsFormat:
                 if target in _LINEAR_CLASSES:
                     default, default_key = declared, key
                 else:
-                    rules.append(_target_rule(key, target, declared, fields, parts_of))
-        return Declaration(self.name, source.file, default, (*rules, *_overridden(rules)), default_key=default_key)
+                    rule = _target_rule(key, target, declared, fields, parts_of)
+                    (patterns if target.startswith("re:") else rules).append(rule)
+        # Of several patterns that match, the producer takes the first in alphabetical order.
+        rules += sorted(patterns, key=lambda rule: rule.text)
+        refusals, not_layers = _transforms(source, parts_of)
+        return Declaration(
+            self.name,
+            source.file,
+            default,
+            (*rules, *_overridden(rules)),
+            scope=Where(is_no_embedding),
+            scope_key="class Linear",
+            default_key=default_key,
+            refusals=refusals,
+            not_layers=not_layers,
+        )
+
+
+def is_no_embedding(name: str) -> bool:
+    """The class Linear has no look-up tables among its members."""
+    return not is_embedding(name)
+
+
+#: Places of a transform that is folded into the stored weight; everywhere else it is computed at run time.
+_FOLDED = ("weight_input", "weight_output")
+
+
+def _transforms(source: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> tuple[tuple[Refusal, ...], Matcher | None]:
+    """Rotations (QuIP, SpinQuant) of inputs and outputs, and the matrices that are stored for them."""
+    transforms = source.child("transform_config")
+    refusals: list[Refusal] = []
+    if transforms is None:
+        return (), None
+    for _, group in transforms.children("config_groups"):
+        for use in group.listed("apply"):
+            location = use.string("location")
+            if location in _FOLDED:
+                continue
+            matched = AnyOf(tuple(_names(target, use, parts_of) for target in use.strings("targets")))
+            ignored = AnyOf(tuple(_names(entry, use, parts_of) for entry in use.strings("ignore")))
+            reason = f"{group.string('type', 'a')} transform of the {location} at run time is not computed here"
+            refusals.append(Refusal(Except(matched, ignored), use.key, reason))
+    return tuple(refusals), Where(_is_transform) if transforms.values.get("config_groups") else None
+
+
+def _is_transform(name: str) -> bool:
+    """Transforms are stored below the module that they belong to, as `<name>_input` or `<name>_output`."""
+    return name.endswith(("_input", "_output"))
+
+
+def _names(entry: str, fields: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> Matcher:
+    """Modules that a target names: a pattern, a class of layers, or a name."""
+    if entry.startswith("re:"):
+        return Pattern(compile_regex(entry.removeprefix("re:"), file=fields.file, key=fields.key))
+    if entry in _LINEAR_CLASSES:
+        return Where(is_no_embedding)
+    return Where(is_embedding) if entry == "Embedding" else literal_matcher(entry, parts_of)
 
 
 def _check_format(text: str, fields: Fields) -> None:
@@ -94,6 +161,9 @@ def _target_rule(
         producer: Matcher = Pattern(compile_regex(text, file=fields.file, key=where))
         bounded = bounded_regex(text, file=fields.file, key=where)
         return Rule(key, "targets", text, bounded, producer, producer, declared, rank=1)
+    if target == "Embedding":
+        tables = Where(is_embedding)
+        return Rule(key, "targets", target, tables, tables, tables, declared, rank=2)
     is_class = "." not in target and target[:1].isupper()
     if is_class:
         nothing = Nothing()

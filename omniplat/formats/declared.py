@@ -71,6 +71,15 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal:
+    """Modules that the metadata transforms in a way that nothing here can compute: `key` names the entry."""
+
+    matcher: Matcher
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Declaration:
     """Everything that one component's metadata declares.
 
@@ -80,6 +89,8 @@ class Declaration:
                      False for dialects that leave out modules without listing them.
     `unlisted`     the modules that this producer leaves out without listing them (an output head), where it speaks
                    of all others.
+    `refusals`     modules whose computation is more than their tensors, in ways that nothing here can run.
+    `not_layers`   modules with a matrix that belong to such a computation and are no layers.
     `notes`        what the dialect leaves open and how it was read; each becomes a finding.
     """
 
@@ -92,4 +103,6 @@ class Declaration:
     speaks_of_all: bool = True
     default_key: str = ""
     unlisted: Matcher | None = None
+    refusals: tuple[Refusal, ...] = ()
+    not_layers: Matcher | None = None
     notes: tuple[str, ...] = ()

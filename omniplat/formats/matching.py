@@ -254,6 +254,28 @@ class Pattern:
 
 
 @dataclass(frozen=True, slots=True)
+class Where:
+    """Modules whose name passes a test that is no pattern of the metadata, such as the names of embeddings."""
+
+    test: Callable[[str], bool]
+
+    def hits(self, index: ModuleIndex) -> list[str]:
+        return [name for name in index.names if self.test(name)]
+
+
+@dataclass(frozen=True, slots=True)
+class Except:
+    """What `matcher` hits without what `without` hits."""
+
+    matcher: Matcher
+    without: Matcher
+
+    def hits(self, index: ModuleIndex) -> list[str]:
+        dropped = frozenset(self.without.hits(index))
+        return [name for name in self.matcher.hits(index) if name not in dropped]
+
+
+@dataclass(frozen=True, slots=True)
 class AnyOf:
     """Modules that any of the matchers hits."""
 

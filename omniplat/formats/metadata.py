@@ -93,6 +93,15 @@ class Fields:
             if inner is not None:
                 yield key, inner
 
+    def listed(self, name: str) -> tuple[Fields, ...]:
+        """The objects of the list `name`; a missing or null list is empty."""
+        value = self.values.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise self.wrong(name, "a list of objects")
+        return tuple(Fields(self.file, f"{self.path(name)}[{i}]", item) for i, item in enumerate(value))
+
     def objects(self) -> Iterator[tuple[str, Fields]]:
         """The values of this object that are objects, by key."""
         for key, value in self.values.items():

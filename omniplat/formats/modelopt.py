@@ -28,7 +28,8 @@ _ALGORITHMS: dict[str, tuple[str, str]] = {
     "W4A8_NVFP4_FP8": ("nvfp4", "fp8-tensor-static"),
     "MXFP8": ("mxfp8", "mxfp8"),
     "MXFP4": ("mxfp4", "mxfp4"),
-    "W4A8_MXFP4_FP8": ("mxfp4", "fp8-tensor-static"),
+    # Its preset is not calibrated: the input's scale is that of each batch.
+    "W4A8_MXFP4_FP8": ("mxfp4", "fp8-tensor"),
     "W4A16_AWQ": ("int4-g{g}", "a16"),
     "W4A8_AWQ": ("int4-g{g}", "fp8-tensor-static"),
     "W8A16": ("int8-channel", "a16"),
@@ -91,11 +92,16 @@ def _declared(algorithm: str, fields: Fields, source: Fields) -> Declared:
         ) from None
     if _weight_only(source):
         activation = "a16"
-    group = fields.integer("group_size", _DEFAULT_GROUP) or _DEFAULT_GROUP
+    stated = fields.integer("group_size", 0) or _group_of(source)
+    is_open = weight == "nvfp4" and not stated
+    group = stated or _DEFAULT_GROUP
+    if weight == "nvfp4" and group == 32:
+        weight = "nvfp4-g32"
+        activation = "nvfp4-g32" if activation == "nvfp4" else activation
     quant = parse_activation_id(activation)
     if quant is not None:
         quant = _with_rules(quant)
-    return Declared(Scheme(parse_weight_id(weight.format(g=group)), quant))
+    return Declared(Scheme(parse_weight_id(weight.format(g=group)), quant), open_granularity=is_open)
 
 
 def _with_rules(quant: TensorQuant) -> TensorQuant:
@@ -108,6 +114,15 @@ def _with_rules(quant: TensorQuant) -> TensorQuant:
     else:
         rule = "" if quant.is_integer else "absmax-reciprocal"
     return replace(quant, scale_rule=rule, rounding="nearest-even")
+
+
+def _group_of(source: Fields) -> int:
+    """The weights' group size of the flat spelling, which keeps it in its groups; 0 where it has none."""
+    for _, group in source.children("config_groups"):
+        weights = group.child("weights")
+        if weights is not None:
+            return weights.integer("group_size", 0)
+    return 0
 
 
 def _weight_only(source: Fields) -> bool:

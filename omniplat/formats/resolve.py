@@ -14,12 +14,12 @@ from omniplat.checkpoint.folder import Component
 from omniplat.checkpoint.modules import Module, group_modules
 from omniplat.errors import UnsupportedOptionError
 from omniplat.findings import Finding, finding
-from omniplat.formats.declared import NOT_QUANTIZED, READINGS, Declaration, Declared, Rule
+from omniplat.formats.declared import NOT_QUANTIZED, READINGS, Declaration, Declared, Refusal, Rule
 from omniplat.formats.detect import Read, unusable
 from omniplat.formats.idle import idle_findings
 from omniplat.formats.matching import ModuleIndex
 from omniplat.formats.notes import Notes
-from omniplat.formats.recognise import QUANT_LEAVES, Stored, recognise, small_values
+from omniplat.formats.recognise import QUANT_LEAVES, SHAPE_LEAF, Stored, recognise, small_values
 from omniplat.formats.resolved import DecidedBy, ResolvedModule
 from omniplat.models.family import has_suffix
 from omniplat.models.names import is_embedding, is_norm, keeps_float
@@ -101,6 +101,8 @@ class _Resolver:
         self._scope: frozenset[str] | None = None
         self._unlisted: frozenset[str] = frozenset()
         self._rules: dict[str, Rule] = {}
+        self._refused: dict[str, Refusal] = {}
+        self._no_layers: frozenset[str] = frozenset()
         if read.declaration is not None:
             self._assign(read.declaration)
 
@@ -113,6 +115,11 @@ class _Resolver:
                 assigned = self._assigned[reading]
                 for name in names:
                     assigned.setdefault(name, rule)
+        for refusal in declaration.refusals:
+            for name in refusal.matcher.hits(self._index):
+                self._refused.setdefault(name, refusal)
+        if declaration.not_layers is not None:
+            self._no_layers = frozenset(declaration.not_layers.hits(self._index))
         if declaration.scope is not None:
             self._scope = frozenset(declaration.scope.hits(self._index))
         if declaration.unlisted is not None:
@@ -135,7 +142,8 @@ class _Resolver:
         if first is None:
             self._note_orphans(module)
             return None
-        if not first.quantized and (is_embedding(module.name) or is_norm(module.name)) and not first.unexplained:
+        by_nature = is_embedding(module.name) or is_norm(module.name) or module.name in self._no_layers
+        if not first.quantized and by_nature and not first.unexplained:
             return None
         declaration = self._declaration
         if declaration is None:
@@ -160,6 +168,14 @@ class _Resolver:
             small = small_values(module.leaves, self._component.read_small)
             self._recognised[key] = recognise(module.leaves, hint, dict(small))
         return self._recognised[key]
+
+    def _recognise_with_shape(self, module: Module, hint: Declared | None) -> Stored | None:
+        """Once more with the true shape that the module states, where headers alone led to a contradiction."""
+        shape = module.leaves.get(SHAPE_LEAF)
+        if shape is None:
+            return self._recognise(module, hint)
+        small = dict(small_values(module.leaves, self._component.read_small))
+        return recognise(module.leaves, hint, small | {SHAPE_LEAF: self._component.read_small(shape)})
 
     def _declared_for(self, name: str, reading: str, declaration: Declaration) -> tuple[Declared, Rule | None]:
         rule = self._assigned[reading].get(name)
@@ -196,14 +212,22 @@ class _Resolver:
         return stored if _agrees(declared, stored) else None
 
     def _contradicted(self, module: Module, options: Sequence[tuple[Declared, Rule | None]]) -> _Choice:
-        """No reading agrees with the headers: keep the producer's, and look at the tensors with the best hint."""
-        declared, rule = options[0]
+        """No reading agrees with the headers. Another rule that names the module may; else the producer's is kept,
+        and the tensors are looked at with the best hint."""
+        for rule in self._rules.values():
+            if any(module.name in hits for hits in self._hits[rule.key].values()):
+                agreed = self._agreed(module, rule.declared)
+                if agreed is not None and rule.declared.quantizes:
+                    choice = _Choice(_settled(rule.declared, agreed), rule, READINGS[-1], agreed, True)
+                    self._note_reading(module.name, options[0][1], choice)
+                    return choice
+        declared, rule_of_producer = options[0]
         hints = [option for option, _ in options if option.quantizes]
         default = self._declaration.default if self._declaration is not None else NOT_QUANTIZED
         hint = next(iter(hints), default if default.quantizes else None)
-        stored = self._recognise(module, hint)
+        stored = self._recognise_with_shape(module, hint)
         assert stored is not None
-        return _Choice(declared, rule, READINGS[0], stored, False)
+        return _Choice(declared, rule_of_producer, READINGS[0], stored, _agrees(declared, stored))
 
     def _note_reading(self, name: str, rule: Rule | None, choice: _Choice) -> None:
         """One reading disagrees with the headers where another agrees: too wide, or not understood."""
@@ -235,9 +259,11 @@ class _Resolver:
             self._contradiction(name, choice)
         if stored.unexplained:
             self._notes.add(name, "unexpected-tensor", detail=", ".join(stored.unexplained))
-        if not problems and (reason := _unsupported(choice)):
+        if not problems and (reason := self._unsupported(name, choice)):
+            refusal = self._refused.get(name)
             place = self._place(name, choice)
-            self._notes.add(name, "unsupported-option", file=place.file, rule=place.rule, detail=reason)
+            rule = refusal.key if refusal is not None else place.rule
+            self._notes.add(name, "unsupported-option", file=place.file, rule=rule, detail=reason)
             problems.append(reason)
         return tuple(problems)
 
@@ -293,7 +319,7 @@ class _Resolver:
             status, scheme = "unquantized", UNQUANTIZED
         else:
             status = "ok" if stored.complete else "invalid"
-            if status == "ok" and _unsupported(choice):
+            if status == "ok" and self._unsupported(module.name, choice):
                 status = "unsupported"
             weight = stored.weight or choice.declared.scheme.weight
             scheme = Scheme(weight, self._activation(choice), stored.pre_scale)
@@ -326,9 +352,20 @@ class _Resolver:
         by_nature = keeps_float(name) or has_suffix(name, self._floats)
         return by_nature or name in self._unlisted or not self._declaration.speaks_of_all
 
+    def _unsupported(self, name: str, choice: _Choice) -> str:
+        """Why a module that is otherwise in order cannot be run; "" where it can."""
+        if name in self._refused:
+            return self._refused[name].reason
+        if not choice.stored.quantized:
+            return ""
+        return choice.stored.unsupported or choice.declared.unsupported
+
     def _activation(self, choice: _Choice) -> TensorQuant | None:
-        """Declared activation; for a weight that contradicts its rule, the default's if that weight is the same."""
-        if choice.declared.quantizes:
+        """Declared activation; for a weight that contradicts its rule, the default's if that weight is the same.
+
+        The activation of a rule whose weight is another says nothing about this weight: it stays unquantized.
+        """
+        if choice.declared.quantizes and (choice.agrees or not choice.stored.complete):
             return choice.declared.scheme.activation
         default = self._declaration.default if self._declaration is not None else NOT_QUANTIZED
         same = default.quantizes and choice.stored.weight is not None and _agrees(default, choice.stored)
@@ -353,7 +390,8 @@ def _agrees(declared: Declared, stored: Stored) -> bool:
     if not declared.quantizes:
         return not stored.quantized
     if declared.open_granularity and stored.quantized and stored.weight is not None:
-        return stored.weight.element == declared.scheme.weight.element
+        weight = declared.scheme.weight
+        return (stored.weight.element, stored.weight.second_scale) == (weight.element, weight.second_scale)
     return stored.quantized and stored.weight is not None and _stored_id(stored) == declared.scheme.weight_id
 
 
@@ -372,13 +410,6 @@ def _settled(declared: Declared, stored: Stored) -> Declared:
         if is_static and role in declared.missing_ok and role not in stored.leaves:
             return replace(declared, scheme=declared.scheme.with_activation(None))
     return declared
-
-
-def _unsupported(choice: _Choice) -> str:
-    """Why a quantized module that is otherwise in order cannot be run; "" where it can."""
-    if not choice.stored.quantized:
-        return ""
-    return choice.stored.unsupported or choice.declared.unsupported
 
 
 def _stored_id(stored: Stored) -> str:

@@ -185,6 +185,9 @@ def _scale(m: StoredModule, lead: tuple[int, ...]) -> Array:
         if scale.ndim == len(shape) + 2 and scale.shape[-1] == scale.shape[-3] == 1:
             # modelopt keeps the axes of the reduction: [nb, 1, kb, 1]
             scale = scale[..., 0, :, 0]
+        if shape == (1, 1) and scale.size == 1:
+            # modelopt squeezes the scale of a single tile to a scalar
+            scale = scale.reshape(shape)
         if scale.shape != shape:
             raise m.shape_error("scale", list(shape), scale.shape)
     else:
@@ -257,10 +260,13 @@ def _global_scale(m: StoredModule, lead: tuple[int, ...]) -> Array:
 
 
 def _multiplier(m: StoredModule, role: str, stored: Array) -> Array:
-    """A stored global scale, f32, as a multiplier. It can be neither 0, NaN nor Inf."""
+    """A stored global scale, f32, as a multiplier: f64 for a divisor. It can be neither 0, NaN nor Inf."""
     if not np.isfinite(stored).all() or (stored == 0).any():
         raise m.error(f"scale not finite: {role} is {float(stored.reshape(-1)[0])}")
-    return np.float32(1) / stored if m.storage.global_is_divisor else np.ascontiguousarray(stored)
+    if m.storage.global_is_divisor:
+        # In f32 the reciprocal would not lead back to the divisor that the producer divides by.
+        return np.reciprocal(stored.astype(np.float64))
+    return np.ascontiguousarray(stored)
 
 
 def _scale2(m: StoredModule, lead: tuple[int, ...]) -> Array:

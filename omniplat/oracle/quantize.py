@@ -7,6 +7,8 @@ nearest-even ("" too), half-away, half-to-zero, floor.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from omniplat.canonical import Array, CanonicalWeight
@@ -157,7 +159,10 @@ def _fit(tiles: Array, axes: tuple[int, ...], quant: TensorQuant, global_scale: 
 def _apply(tiles: Array, grid: Grid, quant: TensorQuant) -> tuple[Float64, Float64]:
     """Codes' values and what they stand for, both float64 in the tiles' shape."""
     safe = np.where(grid.scale == 0, np.float32(1), grid.scale).astype(grid.scale.dtype)
-    scaled = tiles * (np.float32(1) / safe) if quant.scale_rule == "absmax-reciprocal" else tiles / safe
+    if quant.scale_rule == "absmax-reciprocal":
+        scaled = tiles * (np.float32(1) / safe if grid.inverse is None else grid.inverse)
+    else:
+        scaled = tiles / safe
     # values of a group whose scale underflowed to 0 are lost: no code may claim otherwise
     scaled = np.where(grid.scale == 0, np.float32(0), scaled)
     if grid.zero_point is not None:
@@ -176,14 +181,14 @@ def _fake(values: Array, quant: TensorQuant, input_global_scale: Array | float |
         if input_global_scale is None:
             global_scale = nvfp4_global_scale(np.abs(values).max(initial=0))
         else:
-            global_scale = _leading(input_global_scale, values.ndim + 1)
+            global_scale = _leading(input_global_scale, values.ndim + 1, np.asarray(input_global_scale).dtype)
     tiles, axes = _tile(values, quant, per_matrix=False)
     return _untile(_apply(tiles, _fit(tiles, axes, quant, global_scale), quant)[1], quant, values.shape)
 
 
-def _leading(quantity: Array | float, ndim: int) -> Float32:
-    """A static quantity of the input, one number or one per expert, f32, to broadcast against `ndim` dimensions."""
-    numbers = np.asarray(quantity, dtype=np.float32).reshape(-1)
+def _leading(quantity: Array | float, ndim: int, dtype: np.dtype[Any] | type = np.float32) -> Array:
+    """A static quantity of the input, one number or one per expert, to broadcast against `ndim` dimensions."""
+    numbers = np.asarray(quantity, dtype=dtype).reshape(-1)
     return numbers.reshape(-1, *[1] * (ndim - 1)) if numbers.size > 1 else numbers.reshape(())
 
 

@@ -75,7 +75,8 @@ def _occupied(codes: Array, quant: TensorQuant, in_features: int, groups: int) -
     """bool [N, G]: groups with a code that is not zero, whatever its sign."""
     magnitude = np.asarray(codes).view(np.uint8) & (0x77 if quant.bits == 4 else 0x7F)
     per_group = quant.group_size // (2 if quant.bits == 4 else 1)
-    return magnitude.reshape(magnitude.shape[0], groups, per_group).any(axis=2)
+    occupied: NDArray[np.bool_] = magnitude.reshape(magnitude.shape[0], groups, per_group).max(axis=2) > 0
+    return occupied
 
 
 def refused_rows(weight: CanonicalWeight, target: str) -> NDArray[np.int64]:

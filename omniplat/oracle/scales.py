@@ -18,12 +18,13 @@ floating point:
                       `calculate_qparams`.
     absmax-clamped    as absmax but never tiny: at least 1 / (512 max) for fp8 (auto-round, vLLM), at least 2^-9 for the
                       e4m3 scales of NVFP4 (modelopt), where 1 stands in for the scale of an all-zero group.
-    absmax-reciprocal as absmax, but values are multiplied by 1 / scale. modelopt's FP8 and auto-round's NVFP4.
+    absmax-reciprocal as absmax, but values are multiplied by max / absmax (1 / scale where the scale is stored).
+                      modelopt's FP8 and auto-round's NVFP4.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -50,13 +51,15 @@ _SCALE_DTYPE = (("f32", np.float32), ("bf16", ml_dtypes.bfloat16), ("f16", np.fl
 class Grid:
     """The numbers that one tile's codes stand for: (code - zero_point) * scale.
 
-    `scale` is the whole multiplier, f32 (f64 for e8m0); `stored` what a file keeps of it; `zero_point` f32 or None.
+    `scale` is the whole multiplier, f32 (f64 for e8m0); `stored` what a file keeps of it; `zero_point` f32 or None;
+    `inverse` what values are multiplied by where the rule does not divide them by `scale`.
     All have the shape of the reduced tiles, kept dimensions included.
     """
 
     scale: Array
     stored: Array
     zero_point: Float32 | None = None
+    inverse: Float32 | None = None
 
 
 def e8m0_exponent(amax: Array, element: str, rule: str = "") -> NDArray[np.int32]:
@@ -117,7 +120,12 @@ def float_grid(low: Array, high: Array, quant: TensorQuant) -> Grid:
     (compressed-tensors, vLLM and auto-round alike).
     """
     if quant.symmetric:
-        return _in_format(absmax_scale(np.maximum(np.abs(low), np.abs(high)), quant), quant)
+        amax = np.maximum(np.abs(low), np.abs(high))
+        grid = _in_format(absmax_scale(amax, quant), quant)
+        if quant.scale_rule != "absmax-reciprocal":
+            return grid
+        top = np.float32(element_max(quant.element))
+        return replace(grid, inverse=top / np.where(amax == 0, np.float32(1), amax))
     code_low, code_high = code_range(quant.element)
     low = np.minimum(low, np.float32(0))
     high = np.maximum(high, np.float32(0))
@@ -136,21 +144,23 @@ def _in_format(scale: Float32, quant: TensorQuant) -> Grid:
 
 
 def nvfp4_grid(amax: Array, quant: TensorQuant, global_scale: Array) -> Grid:
-    """Group scales in e4m3 under `global_scale`, an f32 multiplier that broadcasts against `amax` (f32)."""
+    """Group scales in e4m3 under `global_scale`, a multiplier that broadcasts against `amax` (f32).
+
+    It is f32, or f64 where it stands for a divisor: the quotient is then rounded once, as a product with the divisor.
+    """
     rule = quant.scale_rule or "absmax"
     if rule not in FLOAT_RULES:
         raise InvalidSchemeError(rule, f"scale_rule for e4m3 scales is none of {FLOAT_RULES}")
     top = np.float32(element_max(quant.element))
-    global_scale = np.asarray(global_scale, dtype=np.float32)
     if rule == "absmax-clamped":
-        local = amax / (top * global_scale)
+        local = (amax / (top * global_scale)).astype(np.float32)
         local = np.maximum(np.where(local == 0, np.float32(1), local), E4M3_TINY)
     elif rule == "absmax-reciprocal":
-        local = amax * (np.float32(1) / top) * (np.float32(1) / global_scale)
+        local = (amax * (np.float32(1) / top) * (np.float32(1) / global_scale)).astype(np.float32)
     else:
-        local = (amax / top) / global_scale
+        local = ((amax / top) / global_scale).astype(np.float32)
     stored = np.minimum(local, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
-    return Grid(stored.astype(np.float32) * global_scale, stored)
+    return Grid((stored.astype(np.float32) * global_scale).astype(np.float32), stored)
 
 
 def nvfp4_global_scale(amax: Array) -> Float32:

@@ -56,12 +56,16 @@ def quantize_activation(x: torch.Tensor, quant: TensorQuant | None, tensors: Map
     if quant.granularity == "group":
         glob = tensors.get("input_global_scale")
         if quant.second_scale == "global":
-            glob = _nvfp4_global(x) if glob is None else glob.to(torch.float32).reshape(())
+            glob = _nvfp4_global(x) if glob is None else glob.reshape(())
         return Quantized(_grouped(x, quant, glob))
     if quant.granularity not in ("token", "tensor", "channel"):
         raise InvalidSchemeError(activation_id(quant), f"granularity {quant.granularity} is not one of an activation")
-    scale, zero = _static(quant, tensors) if not quant.dynamic else _whole_rows(x, quant)
-    codes = _codes(x, scale, zero, quant)
+    inverse: torch.Tensor | None = None
+    if quant.dynamic:
+        scale, zero, inverse = _whole_rows(x, quant)
+    else:
+        scale, zero = _static(quant, tensors)
+    codes = _codes(x, scale, zero, quant, inverse)
     return Quantized(codes if zero is None else codes.sub_(zero), scale)
 
 
@@ -76,14 +80,22 @@ def _static(quant: TensorQuant, tensors: Mapping[str, torch.Tensor]) -> tuple[to
     return scale, None if quant.symmetric else tensors["input_zero_point"].to(torch.float32).reshape(1, 1)
 
 
-def _whole_rows(x: torch.Tensor, quant: TensorQuant) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scale and zero point per token, or of the whole tensor: [M, 1] or [1, 1]."""
+def _whole_rows(x: torch.Tensor, quant: TensorQuant) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Scale, zero point and inverse (see `_inverse`) per token, or of the whole tensor: [M, 1] or [1, 1]."""
     per_token = quant.granularity != "tensor"
     if quant.symmetric:
         amax = x.abs().amax(1, keepdim=True) if per_token else x.abs().amax().reshape(1, 1)
-        return _in_format(_absmax_scale(amax, quant), quant), None
+        return _in_format(_absmax_scale(amax, quant), quant), None, _inverse(amax, quant)
     low, high = torch.aminmax(x, dim=1, keepdim=True) if per_token else (v.reshape(1, 1) for v in torch.aminmax(x))
-    return _asymmetric(low, high, quant)
+    return *_asymmetric(low, high, quant), None
+
+
+def _inverse(amax: torch.Tensor, quant: TensorQuant) -> torch.Tensor | None:
+    """What values are multiplied by where the rule does not divide them by the scale; None where it does."""
+    if quant.scale_rule != "absmax-reciprocal":
+        return None
+    # torch takes a number over a tensor as the number times a reciprocal, which rounds twice
+    return torch.full_like(amax, element_max(quant.element)) / torch.where(amax == 0, 1.0, amax)
 
 
 def _asymmetric(low: torch.Tensor, high: torch.Tensor, quant: TensorQuant) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,13 +165,15 @@ def _e4m3_scale(amax: torch.Tensor, quant: TensorQuant, glob: torch.Tensor) -> t
     rule = quant.scale_rule or "absmax"
     top = element_max(quant.element)
     if rule == "absmax-clamped":
-        local = amax / (top * glob)
+        local = (amax / (top * glob)).to(torch.float32)
         local = torch.where(local == 0, 1.0, local).clamp(min=2.0**-9)
     elif rule in ("absmax", "half-range", "absmax-reciprocal"):
-        local = (amax / top) / glob
+        # a global scale in f64 stands for a divisor: the quotient is rounded once, as a product with it would be
+        local = ((amax / top).to(glob.dtype) / glob).to(torch.float32)
     else:
         raise InvalidSchemeError(rule, "is no scale_rule for e4m3 scales")
-    return round_to_element(local.clamp(max=_E4M3_MAX), "fp8_e4m3", "") * glob
+    stored = round_to_element(local.clamp(max=_E4M3_MAX), "fp8_e4m3", "")
+    return (stored.to(glob.dtype) * glob).to(torch.float32)
 
 
 def _nvfp4_global(x: torch.Tensor) -> torch.Tensor:
@@ -184,11 +198,18 @@ def _divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale == 0, 0.0, x / torch.where(scale == 0, 1.0, scale))
 
 
-def _codes(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, quant: TensorQuant) -> torch.Tensor:
-    """Values of the codes, float32, in the shape of `x`; `scale` broadcasts against it."""
+def _codes(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    quant: TensorQuant,
+    inverse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Values of the codes, float32, in the shape of `x`; `scale` and `inverse` broadcast against it."""
     is_zero = scale == 0
     safe = torch.where(is_zero, 1.0, scale)
-    scaled = x * (1.0 / safe) if quant.scale_rule == "absmax-reciprocal" else x / safe
+    reciprocal = quant.scale_rule == "absmax-reciprocal"
+    scaled = x * (1.0 / safe if inverse is None else inverse) if reciprocal else x / safe
     if bool(is_zero.any()):
         scaled = torch.where(is_zero, 0.0, scaled)
     if zero is not None:
@@ -205,16 +226,18 @@ def _grouped(x: torch.Tensor, quant: TensorQuant, glob: torch.Tensor | None) -> 
     size = quant.group_size
     groups = F.pad(x, (0, -columns % size)).view(rows, -1, size)
     zero: torch.Tensor | None = None
+    inverse: torch.Tensor | None = None
     if quant.scale_format == "e8m0":
         scale = _e8m0_scale(groups.abs().amax(2, keepdim=True), quant)
     elif quant.scale_format == "e4m3":
         one = torch.ones((), dtype=torch.float32)
         scale = _e4m3_scale(groups.abs().amax(2, keepdim=True), quant, one if glob is None else glob)
     elif quant.symmetric:
-        scale = _in_format(_absmax_scale(groups.abs().amax(2, keepdim=True), quant), quant)
+        amax = groups.abs().amax(2, keepdim=True)
+        scale, inverse = _in_format(_absmax_scale(amax, quant), quant), _inverse(amax, quant)
     else:
         scale, zero = _asymmetric(*torch.aminmax(groups, dim=2, keepdim=True), quant)
-    codes = _codes(groups, scale, zero, quant)
+    codes = _codes(groups, scale, zero, quant, inverse)
     if zero is not None:
         codes.sub_(zero)
     return codes.mul_(scale).view(rows, -1)[:, :columns]

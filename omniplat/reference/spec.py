@@ -11,7 +11,7 @@ _QUANTIZED = (
     *("fp8e5m2-tensor", "fp8e5m2-channel", "fp8e5m2-g*", "fp8e5m2-block*"),
     *("int[2-8]-tensor", "int[2-8]-channel", "int[2-8]-g*", "int[2-8]-block*"),
     *("uint[2-8]-tensor", "uint[2-8]-channel", "uint[2-8]-g*", "uint[2-8]-block*"),
-    *("mxfp8", "mxfp8e5m2", "mxfp6e2m3", "mxfp6e3m2", "mxfp4", "mxfp4-dual", "mxint4", "mxint8", "nvfp4"),
+    *("mxfp8", "mxfp8e5m2", "mxfp6e2m3", "mxfp6e3m2", "mxfp4", "mxfp4-dual", "mxint4", "mxint8", "nvfp4*"),
     *("nf4-b*", "fp4bnb-b*"),
 )
 _FLOAT = ("bf16",)
@@ -21,7 +21,7 @@ _ACTIVATIONS = (
     *("fp8e5m2-token", "fp8e5m2-tensor", "fp8e5m2-tensor-static", "fp8e5m2-g*"),
     *("int[2-8]-token", "int[2-8]-token-asym", "int[2-8]-tensor", "int[2-8]-tensor-asym", "int[2-8]-g*"),
     *("int[2-8]-tensor-static", "int[2-8]-tensor-static-asym"),
-    *("mxfp8", "mxfp8e5m2", "mxfp6e2m3", "mxfp6e3m2", "mxfp4", "mxfp4-dual", "mxint4", "mxint8", "nvfp4"),
+    *("mxfp8", "mxfp8e5m2", "mxfp6e2m3", "mxfp6e3m2", "mxfp4", "mxfp4-dual", "mxint4", "mxint8", "nvfp4*"),
 )
 #: GGUF types that its library decodes.
 _GGUF = (

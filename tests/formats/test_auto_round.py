@@ -155,3 +155,32 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, change: dict, code: str, k
     assert problem.severity == "error"
     assert problem.where.file == "config.json"
     assert problem.where.rule == f"quantization_config.{key}"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rotation_config": {"algorithm": "hadamard", "allow_online_rotation": True}},
+        {"rotation_config": {"algorithm": "hadamard"}},
+        {"spinquant_config": {"r1": True, "online_r1_rotation": True}},
+        {"spinquant_config": {"r1": True, "r4": True}},
+    ],
+)
+def test_a_rotation_at_run_time_is_refused(tmp_path: Path, change: dict) -> None:
+    found = resolve(tmp_path, {**MX8, **change}, mxfp8("model.layers.0.a", 64, 64))
+    assert schemes(found) == {"model.layers.0.a": "mxfp8/mxfp8 unsupported"}
+    assert "rotation" in only(found, "unsupported-option").message
+
+
+@pytest.mark.parametrize(
+    "change", [{"rotation_config": {}}, {"rotation_config": None}, {"spinquant_config": {"r1": True, "r2": True}}]
+)
+def test_a_rotation_that_is_folded_into_the_weight_changes_nothing(tmp_path: Path, change: dict) -> None:
+    found = resolve(tmp_path, {**MX8, **change}, mxfp8("model.layers.0.a", 64, 64))
+    assert schemes(found) == {"model.layers.0.a": "mxfp8/mxfp8"}
+
+
+def test_dequantized_weights_are_said_to_be_that(tmp_path: Path) -> None:
+    found = resolve(tmp_path, {**INT4, "packing_format": "auto_round:fake"}, {"model.layers.0.a.weight": bf16(64, 64)})
+    assert schemes(found) == {"model.layers.0.a": "bf16/a16"}
+    assert "dequantized" in only(found, "known-quirk").message

@@ -220,3 +220,103 @@ def test_the_old_spelling(tmp_path: Path) -> None:
     found = resolve(tmp_path, None, fp8_channel("m", 64, 64), config={"compression_config": old})
     assert schemes(found) == {"m": "fp8-channel/fp8-token"}
     assert found.format == "compressed-tensors"
+
+
+def words(module: str, n: int, k: int, bits: int, scale: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """pack-quantized words of any width, packed densely, with the true shape stated."""
+    tensors = {
+        f"{module}.weight_packed": ("I32", (n, -(-k * bits // 32))),
+        f"{module}.weight_scale": ("BF16", scale),
+        f"{module}.weight_shape": ("I64", (2,)),
+    }
+    stated = n.to_bytes(8, "little") + k.to_bytes(8, "little")
+    return tensors, {f"{module}.weight_shape": stated}
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("k", [256, 212, 96])
+def test_k_is_what_the_module_states_whatever_the_width_and_the_padding(tmp_path: Path, bits: int, k: int) -> None:
+    tensors, values = words("m", 64, k, bits, (64, 1))
+    found = resolve(tmp_path, config(group(["Linear"], args(bits, "int", "channel"))), tensors, values=values)
+    assert schemes(found) == {"m": f"int{bits}-channel/a16"}
+    assert [module.in_features for module in found.modules] == [k]
+    assert codes(found) == []
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+def test_odd_widths_in_groups(tmp_path: Path, bits: int) -> None:
+    tensors, values = words("m", 64, 256, bits, (64, 4))
+    found = resolve(
+        tmp_path, config(group(["Linear"], args(bits, "int", "group", group_size=64))), tensors, values=values
+    )
+    assert schemes(found) == {"m": f"int{bits}-g64/a16"}
+    assert [module.in_features for module in found.modules] == [256]
+
+
+def test_words_that_an_old_release_padded_are_understood_and_not_run(tmp_path: Path) -> None:
+    tensors, values = words("m", 64, 256, 3, (64, 2))
+    tensors["m.weight_packed"] = ("I32", (64, 26))  # ten codes of three bits in a word
+    found = resolve(
+        tmp_path, config(group(["Linear"], args(3, "int", "group", group_size=128))), tensors, values=values
+    )
+    assert schemes(found) == {"m": "int3-g128/a16 unsupported"}
+    assert "padded" in only(found, "unsupported-option").message
+
+
+def test_an_odd_number_of_4_bit_columns_is_refused_in_the_plan(tmp_path: Path) -> None:
+    tensors, values = words("m", 64, 211, 4, (64, 1))
+    found = resolve(tmp_path, config(group(["Linear"], args(4, "int", "channel"))), tensors, values=values)
+    assert schemes(found) == {"m": "int4-channel/a16 unsupported"}
+
+
+def test_one_scale_for_the_whole_tensor_of_words(tmp_path: Path) -> None:
+    tensors, values = words("m", 64, 256, 4, (1,))
+    found = resolve(tmp_path, config(group(["Linear"], args(4, "int", "tensor"))), tensors, values=values)
+    assert schemes(found) == {"m": "int4-tensor/a16"}
+
+
+def test_the_declared_granularity_names_a_scale_that_fits_several(tmp_path: Path) -> None:
+    found = resolve(tmp_path, config(LINEAR_FP8), fp8_channel("m", 1, 64))
+    assert schemes(found) == {"m": "fp8-channel/fp8-token"}
+    assert codes(found) == []
+
+
+def test_of_two_patterns_the_producer_takes_the_first_in_alphabetical_order(tmp_path: Path) -> None:
+    broad = group(["re:.*proj"], MXFP4, {**MXFP4, "dynamic": True})
+    narrow = group(["re:.*gate_proj"], MXFP8, {**MXFP8, "dynamic": True})
+    tensors = {**mxfp8("l.gate_proj", 64, 64), **mxfp4("l.up_proj", 64, 64)}
+    found = resolve(tmp_path, config(broad, narrow), tensors)
+    assert schemes(found) == {"l.gate_proj": "mxfp8/mxfp8", "l.up_proj": "mxfp4/mxfp4"}
+
+
+def test_the_activation_of_a_rule_for_another_weight_is_not_taken_over(tmp_path: Path) -> None:
+    found = resolve(tmp_path, config(group(["Linear"], MXFP4, {**MXFP4, "dynamic": True})), mxfp8("m", 64, 64))
+    assert schemes(found) == {"m": "mxfp8/a16"}
+    assert only(found, "tensors-contradict-config").severity == "warning"
+
+
+def test_embeddings_have_a_class_of_their_own(tmp_path: Path) -> None:
+    table = {"embed_tokens.weight": ("I8", (320, 256)), "embed_tokens.weight_scale": ("BF16", (320, 1))}
+    groups = group(["Linear"], INT4), group(["Embedding"], args(8, "int", "channel"))
+    found = resolve(tmp_path / "a", config(*groups), {**table, **int4_packed("m", 64, 128, 64)})
+    assert schemes(found) == {"embed_tokens": "int8-channel/a16", "m": "int4-g64/a16"}
+    assert codes(found) == []
+
+
+def rotation(location: str) -> dict[str, Any]:
+    use = {"location": location, "targets": ["Linear"], "ignore": ["lm_head"], "inverse": False}
+    return {"config_groups": {"v": {"type": "random-hadamard", "apply": [use]}}}
+
+
+@pytest.mark.parametrize("location", ["input", "output", "q_attn", "k_cache"])
+def test_a_rotation_at_run_time_is_refused_and_its_matrix_is_no_layer(tmp_path: Path, location: str) -> None:
+    tensors = {**fp8_channel("m", 64, 64), "m.v_input.weight": ("F64", (64, 64)), "lm_head.weight": bf16(8, 64)}
+    found = resolve(tmp_path, config(LINEAR_FP8, ignore=("lm_head",), transform_config=rotation(location)), tensors)
+    assert schemes(found) == {"m": "fp8-channel/fp8-token unsupported", "lm_head": "bf16/a16"}
+    assert location in only(found, "unsupported-option").message
+
+
+@pytest.mark.parametrize("transforms", [{}, None, rotation("weight_input"), rotation("weight_output")])
+def test_a_rotation_that_is_folded_into_the_weight_changes_nothing(tmp_path: Path, transforms: Any) -> None:
+    found = resolve(tmp_path, config(LINEAR_FP8, transform_config=transforms), fp8_channel("m", 64, 64))
+    assert schemes(found) == {"m": "fp8-channel/fp8-token"}

@@ -164,3 +164,24 @@ def test_what_a_single_file_leaves_open_is_said(tmp_path: Path) -> None:
     write_shard(tmp_path / "x.safetensors", nvfp4("m", 128, 256), metadata={"quantization_config": json.dumps(config)})
     plan = omniplat.plan(tmp_path / "x.safetensors", "cpu")
     assert [(f.severity, "tiled" in f.message) for f in plan.findings if f.code == "known-quirk"] == [("warning", True)]
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_nvfp4_in_groups_of_32(tmp_path: Path, stated: bool) -> None:
+    tensors = {
+        "m.weight": ("U8", (64, 64)),
+        "m.weight_scale": ("F8_E4M3", (64, 4)),
+        "m.weight_scale_2": ("F32", ()),
+        "m.input_scale": ("F32", ()),
+    }
+    config = {"quant_method": "modelopt", "quant_algo": "W4A8_NVFP4_FP8", **({"group_size": 32} if stated else {})}
+    found = resolve(tmp_path, config, tensors)
+    assert schemes(found) == {"m": "nvfp4-g32/fp8-tensor-static"}
+    assert codes(found) == []
+
+
+def test_the_scale_of_a_single_tile_may_be_a_scalar(tmp_path: Path) -> None:
+    tensors = {"m.weight": ("F8_E4M3", (128, 64)), "m.weight_scale": ("F32", ())}
+    found = resolve(tmp_path, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, tensors)
+    assert schemes(found) == {"m": "fp8-block128x128/a16"}
+    assert codes(found) == []

@@ -369,3 +369,18 @@ def test_svdquant_quantizes_its_input_without_a_second_level() -> None:
     assert quantize_activation(x, activation("svdq-nvfp4"))[0, :2].tolist() == [6.0, 2.0]
     x[0, 0], x[0, 1] = 7.0, 2.6
     assert quantize_activation(x, activation("svdq-int4"))[0, :2].tolist() == [7.0, 3.0]
+
+
+@pytest.mark.parametrize("divisor", [384.0, 4016.0, 1000.0])
+def test_a_global_scale_in_f64_is_the_divisor_that_it_came_from(divisor: float) -> None:
+    quant = parse_activation_id("nvfp4")
+    assert quant is not None
+    random = np.random.default_rng(int(divisor))
+    x = random.standard_normal((256, 64)).astype(np.float32)
+    found = quantize_activation(x, quant, input_global_scale=np.array([1 / divisor]))
+    groups = x.reshape(256, 4, 16)
+    local = (np.abs(groups).max(2) / np.float32(6)) * np.float32(divisor)
+    stored = np.minimum(local, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    scale = (stored / np.float32(divisor))[..., None]
+    expected = (groups / scale).astype(ml_dtypes.float4_e2m1fn).astype(np.float32) * scale
+    np.testing.assert_allclose(found.reshape(groups.shape), expected, rtol=2e-7)

@@ -19,10 +19,10 @@ from omniplat.formats.recognise.nibbles import packed_bytes, packed_nibbles
 from omniplat.formats.recognise.stacked import blocks, is_stacked, of_one_expert
 from omniplat.formats.recognise.subclasses import data_leaf, subclass
 from omniplat.formats.recognise.unpacked import FLOAT8, float8, int8
-from omniplat.formats.recognise.words import integer_columns, integer_rows, packed_words
+from omniplat.formats.recognise.words import SHAPE_LEAF, integer_columns, integer_rows, packed_words, shape_is_needed
 from omniplat.scheme import UNQUANTIZED
 
-__all__ = ["QUANT_LEAVES", "Stored", "recognise", "small_values"]
+__all__ = ["QUANT_LEAVES", "SHAPE_LEAF", "Stored", "recognise", "small_values"]
 
 
 def small_values(leaves: Leaves, read: Callable[[TensorInfo], bytes]) -> tuple[tuple[str, bytes], ...]:
@@ -35,6 +35,8 @@ def small_values(leaves: Leaves, read: Callable[[TensorInfo], bytes]) -> tuple[t
         names += [leaf for leaf in STATE_LEAVES if leaf in leaves]
     elif "SCB" in leaves and "weight_format" in leaves:
         names.append("weight_format")
+    elif shape_is_needed(leaves):
+        names.append(SHAPE_LEAF)
     found = []
     for name in names:
         try:

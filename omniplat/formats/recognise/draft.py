@@ -115,6 +115,9 @@ class Draft:
         group_problem = ""
         if weight is not None and weight.granularity == "group" and weight.group_size and k % weight.group_size:
             group_problem = f"K = {k} is not a multiple of the group size {weight.group_size}"
+        unsupported = ""
+        if weight is not None and weight.element in ("int4", "uint4") and k % 2:
+            unsupported = f"K = {k} is odd: 4-bit codes are kept two to a byte"
         ordered = "group_index" in self.roles and (packing == "int32_k" or bool(self.hint and self.hint.act_order))
         storage = Storage(packing, container, zero_offset, divisor, act_order=ordered)
         return Stored(
@@ -128,6 +131,7 @@ class Draft:
             problem,
             group_problem,
             pre_scale="pre_scale" in self.roles,
+            unsupported=unsupported,
         )
 
     def _take_input_scales(self, activation: TensorQuant | None) -> None:

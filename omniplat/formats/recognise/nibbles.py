@@ -29,6 +29,9 @@ def four_bit(
     if scale.dtype == "F8_E4M3" and scale.shape == (n, -(-k // 16)):
         draft.take("global_scale", *names, required=True)
         return draft.finish(parse_weight_id("nvfp4"), "nibbles_k", codes.dtype, n, k, divisor=divisor)
+    if scale.dtype == "F8_E4M3" and scale.shape == (n, -(-k // 32)):
+        draft.take("global_scale", *names, required=True)
+        return draft.finish(parse_weight_id("nvfp4-g32"), "nibbles_k", codes.dtype, n, k, divisor=divisor)
     if scale.dtype in E8M0_DTYPES and scale.shape == (n, -(-k // 32)):
         name = "mxint4" if hinted == parse_weight_id("mxint4") else "mxfp4"
         return draft.finish(parse_weight_id(name), "nibbles_k", codes.dtype, n, k)

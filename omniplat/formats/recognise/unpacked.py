@@ -23,10 +23,14 @@ def scale_quant(element: str, scale: TensorInfo, n: int, k: int, hinted: TensorQ
         return TensorQuant(element, "group", 32, scale_format="e8m0")
     if len(shape) == 4 and shape[1] == 1 and shape[3] == 1:
         shape = (shape[0], shape[2])
-    if hinted is not None and hinted.granularity == "block" and len(shape) == 2:
+    if hinted is not None and hinted.granularity == "block":
         bn, bk = hinted.block
-        if shape == (-(-n // bn), -(-k // bk)):
+        tiles = (-(-n // bn), -(-k // bk))
+        # The scale of a single tile may have lost its dimensions.
+        if shape == tiles or (tiles == (1, 1) and shape in ((), (1,))):
             return TensorQuant(element, "block", block=(bn, bk), scale_format=form)
+    if hinted is not None and hinted.granularity == "channel" and shape in ((n,), (n, 1)) and form != "e8m0":
+        return TensorQuant(element, "channel", scale_format=form)
     if hinted is not None and hinted.granularity == "group" and shape == (n, -(-k // hinted.group_size)):
         return TensorQuant(element, "group", hinted.group_size, scale_format=form)
     if form == "e8m0" and shape != (-(-n // 128), -(-k // 128)):

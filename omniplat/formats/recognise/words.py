@@ -5,49 +5,82 @@ from __future__ import annotations
 from dataclasses import replace
 
 from omniplat.checkpoint.tensors import TensorInfo
-from omniplat.formats.recognise.draft import Draft, Stored, grouped, misfit, unknown
+from omniplat.formats.recognise.draft import Draft, Leaves, Stored, grouped, misfit, unknown
 from omniplat.scheme import TensorQuant
+
+#: The tensor in which a module states its true [N, K].
+SHAPE_LEAF = "weight_shape"
+
+
+def shape_is_needed(leaves: Leaves) -> bool:
+    """True where `weight_shape` must be read: only with a scale per so many whole words do headers show K."""
+    packed, scale = leaves.get("weight_packed"), leaves.get("weight_scale")
+    if packed is None or packed.dtype != "I32" or len(packed.shape) != 2 or SHAPE_LEAF not in leaves:
+        return False
+    groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
+    return groups <= 1 or packed.shape[1] % groups != 0
 
 
 def packed_words(draft: Draft, packed: TensorInfo) -> Stored:
     """compressed-tensors pack-quantized: int32 words along K."""
     draft.roles["codes"] = "weight_packed"
     scale = draft.take("scale", "weight_scale", required=True)
-    draft.take("weight_shape", "weight_shape", required=True)
+    draft.take("weight_shape", SHAPE_LEAF, required=True)
     zero = draft.take("zero_point", "weight_zero_point")
-    gidx = draft.take("group_index", "weight_g_idx")
+    draft.take("group_index", "weight_g_idx")
     hinted = draft.hinted
     n, words = packed.shape if len(packed.shape) == 2 else (0, 0)
-    bits = hinted.bits if hinted is not None and hinted.is_integer else 0
-    k = gidx.shape[0] if gidx is not None and gidx.shape else 0
     groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
-    if not k and bits:
-        k, bits = _words_along_k(words, groups, bits, hinted)
-    if not bits:
-        bits = words * 32 // k if k else 4
-        k = k or words * 8
+    k, bits = _k_and_bits(draft, words, groups)
     symmetric = zero is None
     if hinted is not None and hinted.is_integer and not hinted.symmetric and zero is None:
         draft.missing.append("weight_zero_point")
         symmetric = False
     quant = grouped(f"{'int' if symmetric else 'uint'}{bits}", k, groups, scale, hinted, symmetric)
-    problem = ""
-    if scale is not None and (len(scale.shape) != 2 or scale.shape[0] != n):
-        problem = misfit(scale, n, k)
-    elif bits * k > words * 32:
-        problem = f"weight_packed {list(packed.shape)} is too narrow for {k} values of {bits} bits"
-    return draft.finish(quant, "int32_k", "I32", n, k, problem=problem)
+    per_tensor = hinted is not None and hinted.granularity == "tensor" and scale is not None
+    if per_tensor and scale is not None and scale.shape in ((), (1,), (1, 1)):
+        quant = replace(quant, granularity="tensor", group_size=0)
+    elif scale is not None and (len(scale.shape) != 2 or scale.shape[0] != n):
+        return draft.finish(quant, "int32_k", "I32", n, k, problem=misfit(scale, n, k))
+    stored = draft.finish(quant, "int32_k", "I32", n, k)
+    if words == -(-k * bits // 32):
+        return stored
+    if words == -(-k // (32 // bits)):
+        return replace(stored, unsupported="codes are padded to whole words, as releases before 0.15 packed odd widths")
+    return replace(stored, problem=f"weight_packed {list(packed.shape)} does not hold {k} values of {bits} bits a row")
+
+
+def _k_and_bits(draft: Draft, words: int, groups: int) -> tuple[int, int]:
+    """K and the width of a code: from `weight_shape` or the group order where they are known, else from the words."""
+    hinted = draft.hinted
+    bits = hinted.bits if hinted is not None and hinted.is_integer else 0
+    gidx = draft.leaves.get("weight_g_idx")
+    k = gidx.shape[0] if gidx is not None and gidx.shape else _columns(draft.values.get(SHAPE_LEAF, b""))
+    if k:
+        if bits and words in (-(-k * bits // 32), -(-k // (32 // bits))):
+            return k, bits
+        # The declared width does not fit: the words tell.
+        return k, min(max(words * 32 // k, 2), 8)
+    if bits:
+        return _words_along_k(words, groups, bits, hinted)
+    return words * 8, 4
+
+
+def _columns(shape: bytes) -> int:
+    """K of a `weight_shape` tensor, two int64 (or int32) numbers; 0 where it is absent or blank."""
+    width = len(shape) // 2
+    return int.from_bytes(shape[width:], "little", signed=True) if width in (4, 8) else 0
 
 
 def _words_along_k(words: int, groups: int, bits: int, hinted: TensorQuant | None) -> tuple[int, int]:
     """(K, bits) of int32 words: the declared bits unless they contradict the number of groups of the declared size."""
-    k = words * (32 // bits)
+    k = words * 32 // bits
     if hinted is None or hinted.granularity != "group" or groups <= 1:
         return k, bits
+    whole = groups * hinted.group_size
     if -(-k // hinted.group_size) == groups:
         # The last word may be padding: the groups tell where K ends.
-        return min(k, groups * hinted.group_size), bits
-    whole = groups * hinted.group_size
+        return min(k, whole), bits
     if (words * 32) % whole == 0 and 2 <= words * 32 // whole <= 8:
         return whole, words * 32 // whole
     return k, bits
