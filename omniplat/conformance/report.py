@@ -1,7 +1,7 @@
 """The report of a run: what was tested on what, and what came out. JSON with a schema of its own version.
 
-`result` is "success" (everything that applies to this device ran and passed), "failure", or "partial": something did
-not run that belongs to the claim. No device is partial, never success.
+`result` is "success" (everything that applies to this device ran and passed), "failure", or "partial": something that
+belongs to the claim did not run, or is known to fail. No device is partial, never success.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def result_of(outcomes: Sequence[Outcome], problems: Sequence[Problem], left_out
     """The verdict. `left_out`: checks that were collected and deselected, or never ran."""
     if problems or any(item.outcome == "failed" for item in outcomes):
         return "failure"
-    is_partial = left_out or not outcomes or any(item.gap for item in outcomes)
+    is_partial = left_out or not outcomes or any(item.gap or item.outcome == "known" for item in outcomes)
     return "partial" if is_partial else "success"
 
 
@@ -169,6 +169,13 @@ def _skipped(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 def _failure(item: Outcome) -> dict[str, Any]:
     return {"id": item.id, "group": item.group, "capability": item.capability, "reason": item.reason}
+
+
+def report_schema() -> dict[str, Any]:
+    """The JSON Schema of reports."""
+    path = Path(__file__).parents[1] / "schemas" / "conformance-1.schema.json"
+    schema: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return schema
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:

@@ -103,7 +103,8 @@ def test_what_is_not_supported_is_not_declared(subject: Subject, case: Named) ->
         for capability in subject.spec.capabilities:
             weights = [w for w in declared_weights(capability, weight_ids(subject.spec)) if matches((weight,), w)]
             activations = declared_activations(capability, activation_ids(subject.spec))
-            acts = [a for a in activations if matches((activation or "*",), a)]
+            executed = (capability.executes,) if capability.executes else activations
+            acts = [a for a in executed if matches((activation or "*",), a)]
             assert not (weights and acts), f"{entry.pattern} is not supported, and {capability.name} declares it"
 
 

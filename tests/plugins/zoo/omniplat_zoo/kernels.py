@@ -159,7 +159,7 @@ class CorrectFourBits(LinearKernel[Config]):
         return torch.ldexp(torch.ones(scale.shape, device=scale.device), scale.int() - 127)
 
     def apply_global(self, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return values * scale
+        return (values.double() * scale).float()
 
     def apply(
         self,
@@ -179,7 +179,7 @@ class NibblesFourBits(CorrectFourBits):
 
 class GlobalDividedFourBits(CorrectFourBits):
     def apply_global(self, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return values / scale
+        return (values.double() / scale).float()
 
 
 class E8m0NumberFourBits(CorrectFourBits):

@@ -13,8 +13,7 @@ _TORCH = ("torch>=2.6",)
 INT8 = Capability(
     "int8", "linear", ("int8-channel",), ("int8-token",), requires=_TORCH, accumulator="int32", impl="Int8"
 )
-FOUR_BITS = Capability("four_bits", "linear", ("int4-g32", "mxfp4", "nvfp4"), ("a16",), requires=_TORCH,
-                       impl="FourBits")  # fmt: skip
+FOUR_BITS = Capability(
     "four_bits", "linear", ("int4-g32", "mxfp4", "nvfp4"), ("a16",), requires=_TORCH, impl="FourBits"
 )
 EXPERTS = Capability("experts", "moe", ("int8-channel",), ("a16",), requires=_TORCH, impl="Experts")
