@@ -33,8 +33,15 @@ MEMBER = "omniplat"
 #: vLLM runs shared experts on a stream of their own, beside the routed ones: those have scratch memory apart.
 _BESIDE = 1
 _QKV = {"q": 0, "k": 1, "v": 2}
-#: vLLM's activations that the kernel contract knows.
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+#: vLLM's activations that the kernel contract knows, under the contract's names. The parameters of gpt-oss' own
+#: (limit, alpha) are in the plan already, from the checkpoint's configuration.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "relu2": "relu2",
+    "swigluoai": "swiglu-oai",
+}
 
 
 class LoadingLinear:
@@ -117,9 +124,9 @@ class LoadingExperts:
     ) -> None:
         self._workspaces = workspaces
         parallel, packed = layer.moe_config.moe_parallel_config, planned.packed
-        activation = str(layer.activation.value)
-        if activation not in _ACTIVATIONS:
-            raise UsageError(f"{layer.layer_name}: no kernel of omniplat knows the activation {activation}")
+        activation = _ACTIVATIONS.get(str(layer.activation.value))
+        if activation is None:
+            raise UsageError(f"{layer.layer_name}: no kernel of omniplat knows the activation {layer.activation.value}")
         if layer.apply_router_weight_on_input:
             raise UsageError(f"{layer.layer_name}: weights of the router on the input are not part of the contract")
         assert packed.spec.moe is not None

@@ -8,10 +8,12 @@ import pytest
 
 from tests.goldens.check import check, plan_of, wrong_schemes
 from tests.goldens.entries import VARIABLE, Entry, corpus
+from tests.goldens.moe import check_layers, check_quantized_activations, has_experts
 
 pytestmark = pytest.mark.corpus
 
 ENTRIES = corpus()
+WITH_EXPERTS = [entry for entry in ENTRIES if has_experts(entry)]
 
 
 def test_the_folder_holds_checkpoints() -> None:
@@ -30,3 +32,9 @@ def test_schemes_are_what_the_producer_reports(entry: Entry) -> None:
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_values_are_the_producers(entry: Entry) -> None:
     assert check(entry).modules > 0
+
+
+@pytest.mark.parametrize("entry", WITH_EXPERTS, ids=lambda entry: entry.name)
+def test_layers_of_experts_compute_what_the_producers_weights_say(entry: Entry) -> None:
+    check_layers(entry)
+    check_quantized_activations(entry)

@@ -7,7 +7,7 @@ its own routing, its own activation.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +21,42 @@ from omniplat.packed import PackedLayer, Part
 from omniplat.planner import Planned, PlannedLayer
 from omniplat.runtime.load import read_canonical
 from omniplat.runtime.moe import QuantMoE, load_moe_layers
+from tests.goldens.check import rounds_to_bf16
 from tests.goldens.entries import Entry, read_safetensors
 
 _LINEAR = "omniplat.reference.kernels:DequantLinear"
-Values = Mapping[str, np.ndarray]
+_WORDS = ("-hy-", "moe", "gptoss")
+
+
+def has_experts(entry: Entry) -> bool:
+    return any(word in entry.name for word in _WORDS)
+
+
+def check_layers(entry: Entry) -> None:
+    """Every layer of the entry computes what the producer's weights say, with activations left alone."""
+    reference = Reference(entry)
+    # Where the producer rounded its weights to bf16, so are those of the reference.
+    bound = 4e-3 if rounds_to_bf16(entry.name) else 2e-6
+    count = 0
+    for name, layer in layers_of(entry, activations=False):
+        x = rows(layer.experts.spec.in_features)
+        assert layer.routes
+        with torch.inference_mode():
+            assert distance(layer(x), reference(name, x.numpy())) <= bound, name
+        count += 1
+    assert count == reference.config["num_hidden_layers"]
+
+
+def check_quantized_activations(entry: Entry) -> None:
+    """Quantizing the activations of the entry's layers costs what their format costs."""
+    exact = dict(layers_of(entry, activations=False))
+    for name, layer in layers_of(entry, activations=True):
+        x = rows(layer.experts.spec.in_features)
+        with torch.inference_mode():
+            error = distance(layer(x), exact[name](x).double().numpy())
+        declared = layer.experts.spec.scheme.activation_id
+        low, high = {"a16": (0.0, 1e-6), "mxfp4": (0.05, 0.4), "nvfp4": (0.05, 0.3)}.get(declared, (1e-3, 0.08))
+        assert low <= error <= high, f"{name}: {error:.2e} with {declared}"
 
 
 def layers_of(entry: Entry, *, activations: bool) -> Iterator[tuple[str, QuantMoE]]:
