@@ -1,7 +1,7 @@
 """What can be said of a regular expression before it is run: which names it can match at all, and what that may cost.
 
 A rule of a checkpoint may hold any expression, and Python's engine backtracks: `(a+)+$` never ends on a long name. Why
-expressions are measured and refused, not run by another engine: docs/decisions/0002-regular-expressions-in-rules.md.
+expressions are measured and refused, not run by another engine: docs/decisions/0004-regular-expressions-in-rules.md.
 """
 
 from __future__ import annotations
