@@ -53,6 +53,8 @@ def conformance_command(
         print_json(document)
     elif render_as is not None:
         sys.stdout.write(render(document, render_as))
+    elif report is not None:
+        print(f"report: {report}")
     accepted = ("success", "partial") if allow_partial else ("success",)
     return 0 if document["result"] in accepted else 1
 

@@ -190,8 +190,6 @@ class Session:
         terminalreporter.section(f"conformance of backend {self._subject.spec.name}")
         for line in summary_lines(self.document):
             terminalreporter.line(line)
-        if self._report is not None:
-            terminalreporter.line(f"report: {self._report}")
 
 
 def check_id(found: Check, function: str, case: object) -> str:

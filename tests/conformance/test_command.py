@@ -1,0 +1,62 @@
+"""`omniplat conformance` from a folder that is nobody's, and the author's guide as a new user would try it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conformance.conftest import environment
+from tests.packaging.pyproject import ROOT
+
+
+def command(folder: Path, site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "omniplat", "conformance", *arguments]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, cwd=folder, env=environment(site))
+
+
+def test_a_part_of_the_suite_is_no_success(tmp_path: Path, site: Path) -> None:
+    """The folder's own configuration takes no part."""
+    (tmp_path / "conftest.py").write_text("raise SystemExit('not mine')\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --nonesuch\n")
+    select = ("--profile", "quick", "-k", "unique")
+    done = command(tmp_path, site, "zoo-correct", *select, "--report", "r.json")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "PARTIAL: zoo-correct" in done.stdout
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["counts"]["passed"] == 1
+    done = command(tmp_path, site, "zoo-correct", *select, "--allow-partial", "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["result"] == "partial"
+    done = command(tmp_path, site, "r.json", "--render", "junit")
+    assert done.stdout.startswith("<?xml")
+
+
+def test_wrong_usage(tmp_path: Path, site: Path) -> None:
+    for arguments in (("nonesuch",), ("toy", "--render", "pdf"), ("absent.json", "--render", "text")):
+        done = command(tmp_path, site, *arguments)
+        assert done.returncode == 2, done.stdout
+        assert "error: " in done.stderr
+    assert command(tmp_path, site, "toy", "--profile", "nonesuch").returncode == 2
+
+
+def test_the_guide_for_authors_makes_a_backend_that_passes(tmp_path: Path) -> None:
+    """Its code, typed into files, is a backend that conforms."""
+    page = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
+    spec, kernels = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    package = tmp_path / "omniplat_acme"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "spec.py").write_text(spec)
+    (package / "kernels.py").write_text(kernels)
+    (toml,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (entry,) = re.findall(r"^acme = \"(.*)\"$", toml, re.MULTILINE)
+    info = tmp_path / "omniplat_acme-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: omniplat-acme\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(f"[omniplat.backends]\nacme = {entry}\n")
+    done = command(tmp_path, tmp_path, "acme", "--profile", "quick", "--json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["result"], report["failed"]) == (0, "success", [])
