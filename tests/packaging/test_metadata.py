@@ -22,7 +22,21 @@ from tests.plugins.install import read_pyproject
 
 PROJECT = pyproject.read()["project"]
 BASE = {"ml-dtypes", "msgspec", "numpy", "packaging", "rich", "safetensors", "stevedore", "typer"}
-EXTRAS = {"cpu", "cuda", "rocm", "xpu", "ascend", "vllm", "hub", "gguf", "quantize", "ray", "docs", "dev", "conformance"}
+EXTRAS = {
+    "cpu",
+    "cuda",
+    "rocm",
+    "xpu",
+    "ascend",
+    "vllm",
+    "hub",
+    "gguf",
+    "quantize",
+    "ray",
+    "docs",
+    "dev",
+    "conformance",
+}
 ACCELERATORS = ("cuda", "rocm", "xpu", "ascend")
 
 
