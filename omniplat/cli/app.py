@@ -134,6 +134,19 @@ def conformance(
     raise typer.Exit(code)
 
 
+@app.command("new-backend")
+def new_backend(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The backend's name, such as acme.")],
+    directory: Annotated[
+        Path | None, typer.Option("--directory", metavar="DIR", help="Where to; omniplat-NAME without it.")
+    ] = None,
+) -> None:
+    """Write a package with a backend that works and passes the conformance suite."""
+    from omniplat.cli.new_backend import new_backend_command
+
+    raise typer.Exit(new_backend_command(name, directory))
+
+
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     """Options of the program itself."""

@@ -11,6 +11,11 @@ from pathlib import Path
 from tests.conformance.conftest import environment
 from tests.packaging.pyproject import ROOT
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 
 def command(folder: Path, site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "omniplat", "conformance", *arguments]
@@ -60,3 +65,24 @@ def test_the_guide_for_authors_makes_a_backend_that_passes(tmp_path: Path) -> No
     done = command(tmp_path, tmp_path, "acme", "--profile", "quick", "--json")
     report = json.loads(done.stdout)
     assert (done.returncode, report["result"], report["failed"]) == (0, "success", [])
+
+
+def test_a_new_backend_conforms_at_once(tmp_path: Path, site: Path) -> None:
+    argv = [sys.executable, "-m", "omniplat", "new-backend"]
+    done = subprocess.run([*argv, "two-words"], capture_output=True, text=True, check=True, cwd=tmp_path)
+    folder = tmp_path / "omniplat-two-words"
+    assert "omniplat conformance two-words" in done.stdout
+    with (folder / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    info = folder / "omniplat_two_words-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    entries = "".join(f"{k} = {v}\n" for k, v in project["entry-points"]["omniplat.backends"].items())
+    (info / "entry_points.txt").write_text(f"[omniplat.backends]\n{entries}")
+    done = command(tmp_path, folder, "two-words", "--profile", "quick", "--json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["result"], report["failed"]) == (0, "success", [])
+    for name, words in (("two-words", "no empty folder"), ("Two Words", "lower-case"), ("../up", "lower-case")):
+        done = subprocess.run([*argv, name], capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.returncode == 2
+        assert words in done.stderr

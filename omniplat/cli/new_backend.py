@@ -1,0 +1,38 @@
+"""`omniplat new-backend NAME`: write a package with a backend that works and passes the conformance suite."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from omniplat.errors import UsageError
+
+_TEMPLATES = Path(__file__).parent / "templates" / "backend"
+#: Template -> where it goes; `{package}` is the import package.
+_FILES = {
+    "pyproject.toml.txt": "pyproject.toml",
+    "README.md.txt": "README.md",
+    "init.py.txt": "{package}/__init__.py",
+    "spec.py.txt": "{package}/spec.py",
+    "kernels.py.txt": "{package}/kernels.py",
+}
+
+
+def new_backend_command(name: str, directory: Path | None) -> int:
+    """Body of the command. Raises UsageError for a name that cannot be one, and a folder that holds something."""
+    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
+        raise UsageError(f"a backend's name is lower-case letters, digits and single hyphens, found {name!r}")
+    distribution = f"omniplat-{name}"
+    package = distribution.replace("-", "_")
+    folder = directory or Path(distribution)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} exists and is no empty folder")
+    for template, target in _FILES.items():
+        text = (_TEMPLATES / template).read_text(encoding="utf-8")
+        for mark, value in (("@name@", name), ("@distribution@", distribution), ("@package@", package)):
+            text = text.replace(mark, value)
+        path = folder / target.format(package=package)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    print(f"wrote {folder}; next:\n  pip install -e {folder}\n  omniplat conformance {name} --profile quick")
+    return 0
