@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from omniplat.detect import detect_devices as devices
     from omniplat.document import Plan as Plan
     from omniplat.info import backend_reports as backends
+    from omniplat.modules.load import load_into as load_into
     from omniplat.scheme import Scheme as Scheme
 
 #: public name -> "module" or "module:attribute".
@@ -27,10 +28,11 @@ _EXPORTS = {
     "devices": "omniplat.detect:detect_devices",
     "errors": "omniplat.errors",
     "load": "omniplat.api:load",
+    "load_into": "omniplat.modules.load:load_into",
     "plan": "omniplat.api:plan",
 }
 
-__all__ = ["Plan", "Scheme", "__version__", "backends", "devices", "errors", "load", "plan"]
+__all__ = ["Plan", "Scheme", "__version__", "backends", "devices", "errors", "load", "load_into", "plan"]
 
 
 def __getattr__(name: str) -> Any:

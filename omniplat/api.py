@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from omniplat.checkpoint.folder import Checkpoint, open_checkpoint
@@ -21,7 +22,7 @@ from omniplat.errors import (
     UsageError,
 )
 from omniplat.match import ALLOWANCES, PREFERENCES, Policy
-from omniplat.planner import Planned, PlannedLayer, Target, make_plan
+from omniplat.planner import Divide, Planned, PlannedLayer, Target, make_plan
 from omniplat.registry import FORMATS, MODELS, Registry, default_registry, is_installed
 
 if TYPE_CHECKING:
@@ -186,8 +187,40 @@ def make_planned(
     revision: str | None = None,
     registry: Registry | None = None,
     environ: Mapping[str, str] | None = None,
+    divide: Divide | None = None,
 ) -> Planned:
-    """`plan`, with the resolved modules and chosen capabilities that loading and converting need."""
+    """`plan`, with the resolved modules and chosen capabilities that loading and converting need.
+
+    `divide` is for a runtime whose layers are not the family's engines' (`make_plan`).
+    """
+    registry = registry or default_registry()
+    target = make_target(
+        device, backend=backend, tp=tp, ep=ep, allow=allow, prefer=prefer, registry=registry, environ=environ
+    )
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else _open(checkpoint, revision)
+    if component is not None and component not in {item.name for item in opened.components}:
+        names = ", ".join(item.name or "(the checkpoint itself)" for item in opened.components)
+        raise UsageError(f"no component {component!r}; the checkpoint has: {names}")
+    if engine is not None and engine not in ENGINES:
+        raise UsageError(f"no engine {engine!r}; known: {', '.join(ENGINES)}")
+    target = replace(target, engine=engine or "")
+    formats = [registry.load(FORMATS, name) for name in registry.names(FORMATS)]
+    families = [family for name in registry.names(MODELS) for family in registry.load(MODELS, name)]
+    return make_plan(opened, target, formats, families, component, divide)
+
+
+def make_target(
+    device: str | Device | None = None,
+    *,
+    backend: str | None = None,
+    tp: int = 1,
+    ep: int = 1,
+    allow: Iterable[str] = (),
+    prefer: str | None = None,
+    registry: Registry | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Target:
+    """Where to run and what is allowed, from what a caller says; raises UsageError and errors of backends."""
     registry = registry or default_registry()
     environ = os.environ if environ is None else environ
     policy = _policy(allow, prefer or environ.get(PREFER_VARIABLE) or "memory")
@@ -195,16 +228,7 @@ def make_planned(
         raise UsageError(f"tp and ep must be positive, found {tp} and {ep}")
     asked = resolve_device(device, registry, environ) if isinstance(device, str) else device
     chosen = choose_backend(asked, backend, registry, environ)
-    opened = checkpoint if isinstance(checkpoint, Checkpoint) else _open(checkpoint, revision)
-    if component is not None and component not in {item.name for item in opened.components}:
-        names = ", ".join(item.name or "(the checkpoint itself)" for item in opened.components)
-        raise UsageError(f"no component {component!r}; the checkpoint has: {names}")
-    if engine is not None and engine not in ENGINES:
-        raise UsageError(f"no engine {engine!r}; known: {', '.join(ENGINES)}")
-    target = Target(chosen.spec, chosen.device, tp, ep, policy, chosen.is_default, chosen.reason, engine or "")
-    formats = [registry.load(FORMATS, name) for name in registry.names(FORMATS)]
-    families = [family for name in registry.names(MODELS) for family in registry.load(MODELS, name)]
-    return make_plan(opened, target, formats, families, component)
+    return Target(chosen.spec, chosen.device, tp, ep, policy, chosen.is_default, chosen.reason)
 
 
 def _open(checkpoint: str | os.PathLike[str], revision: str | None) -> Checkpoint:

@@ -71,3 +71,32 @@ def select_part(layer: PackedLayer, index: int) -> PackedLayer:
         bias="bias" in part.module.tensors,
     )
     return PackedLayer(spec, (part,), split=replace(split, kv=split.kv[index : index + 1]))
+
+
+def per_module(layer: PackedLayer) -> tuple[PackedLayer, ...]:
+    """A layer as linear layers, one for each checkpoint module, with rows as they lie on disk: what a model has that
+    fuses nothing, its experts one by one. Stacks of experts are no linear layers and stay whole."""
+    if layer.spec.op == "linear":
+        parts = [replace(part, row_order=AS_IS) for part in layer.parts]
+        if len(parts) == 1:
+            return (replace(layer, parts=tuple(parts)),)
+        unfused = (select_part(layer, index) for index in range(len(parts)))
+        return tuple(replace(item, parts=(part,), fused=False) for item, part in zip(unfused, parts, strict=True))
+    if layer.stacked:
+        return (layer,)
+    return tuple(_expert_linear(layer, module) for module in layer.modules)
+
+
+def _expert_linear(layer: PackedLayer, module: ResolvedModule) -> PackedLayer:
+    spec = replace(
+        layer.spec,
+        name=module.name,
+        op="linear",
+        out_features=module.out_features,
+        in_features=module.in_features,
+        scheme=module.scheme,
+        bias="bias" in module.tensors,
+        parts=(module.out_features,),
+        moe=None,
+    )
+    return PackedLayer(spec, (Part(module),))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -26,10 +26,11 @@ from omniplat.formats.resolved import ResolvedModule
 from omniplat.layer import LayerSpec
 from omniplat.legality import TP_SIZES, Cut, cut_layer, rank_spec
 from omniplat.match import Candidate, Match, Policy, match
+from omniplat.models.builtin import UNKNOWN
 from omniplat.models.family import Family
 from omniplat.moe_block import moe_details
 from omniplat.packed import PackedLayer
-from omniplat.packing import Packed, family_of, pack
+from omniplat.packing import HeadCounts, Packed, family_of, pack
 from omniplat.scheme import Scheme, TensorQuant
 
 _ACTIVATION_NOTES = {
@@ -37,6 +38,10 @@ _ACTIVATION_NOTES = {
     "upgraded": "activation-upgraded",
     "regrouped": "activation-regrouped",
 }
+
+
+#: What one layer of an engine is to another runtime: the layers that it has in its place.
+Divide = Callable[[PackedLayer], Sequence[PackedLayer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +82,12 @@ def make_plan(
     formats: Sequence[Format],
     families: Sequence[Family],
     component: str | None = None,
+    divide: Divide | None = None,
 ) -> Planned:
-    """Plan every layer of a checkpoint, or of one of its components."""
+    """Plan every layer of a checkpoint, or of one of its components.
+
+    `divide` says what a layer is to a runtime that does not fuse as the family's engines do.
+    """
     layers: list[PlannedLayer] = []
     findings: list[Finding] = []
     resolutions: list[Resolution] = []
@@ -91,17 +100,42 @@ def make_plan(
         read = read_metadata(part, formats, family.parts_on(target.device.kind))
         resolution = resolve_component(part, read, family.floats)
         packed = pack(resolution, family)
+        if divide is not None:
+            packed = replace(packed, layers=tuple(item for layer in packed.layers for item in divide(layer)))
         planner = _ComponentPlanner(packed, target, part)
         layers += [planner.plan(layer) for layer in packed.layers]
         findings += [*resolution.findings, *packed.findings, *planner.findings()]
         resolutions.append(resolution)
-    plan = Plan(
-        PlanCheckpoint(
-            os.fsencode(checkpoint.path).decode(errors="backslashreplace"),
-            tuple(dict.fromkeys(item.format for item in resolutions if item.format)),
-            tuple(item.component.name for item in resolutions),
-            checkpoint.revision,
-        ),
+    source = PlanCheckpoint(
+        os.fsencode(checkpoint.path).decode(errors="backslashreplace"),
+        tuple(dict.fromkeys(item.format for item in resolutions if item.format)),
+        tuple(item.component.name for item in resolutions),
+        checkpoint.revision,
+    )
+    return Planned(_document(source, target, layers, findings), tuple(layers), tuple(resolutions))
+
+
+def plan_layers(
+    source: PlanCheckpoint, layers: Sequence[PackedLayer], target: Target, findings: Sequence[Finding] = ()
+) -> Planned:
+    """Plan layers that come from no checkpoint; `findings` are what is known of them already."""
+    found = list(findings)
+    if target.is_default:
+        found.append(finding("device-default", target.reason))
+    planned: list[PlannedLayer] = []
+    for component in dict.fromkeys(layer.spec.component for layer in layers):
+        own = tuple(layer for layer in layers if layer.spec.component == component)
+        planner = _ComponentPlanner(Packed(own, UNKNOWN, HeadCounts({}), (), {}), target)
+        planned += [planner.plan(layer) for layer in own]
+        found += planner.findings()
+    return Planned(_document(source, target, planned, found), tuple(planned), ())
+
+
+def _document(
+    source: PlanCheckpoint, target: Target, layers: Sequence[PlannedLayer], findings: Iterable[Finding]
+) -> Plan:
+    return Plan(
+        source,
         PlanDevice(target.device.kind, target.device.arch, target.device.name, target.device.described),
         tuple(item.layer for item in layers),
         tuple(sorted(findings, key=lambda item: ("error", "warning", "note").index(item.severity))),
@@ -109,7 +143,6 @@ def make_plan(
         _assumptions(target),
         __version__,
     )
-    return Planned(plan, tuple(layers), tuple(resolutions))
 
 
 def _assumptions(target: Target) -> dict[str, str]:
@@ -168,11 +201,12 @@ class _Answer:
 class _ComponentPlanner:
     """Plans the layers of one component; equal layers are matched once."""
 
-    def __init__(self, packed: Packed, target: Target, component: Component) -> None:
+    def __init__(self, packed: Packed, target: Target, component: Component | None = None) -> None:
         self._packed = packed
         self._target = target
-        names = [module.name for layer in packed.layers for module in layer.modules] if target.engine else []
-        self._below = tensors_below(names, component.tensors.values()) if target.engine else {}
+        stored = component.tensors.values() if component is not None and target.engine else ()
+        names = [module.name for layer in packed.layers for module in layer.modules] if stored else []
+        self._below = tensors_below(names, stored) if stored else {}
         self._matches: dict[LayerSpec, Match] = {}
         self._notes: dict[tuple[str, str], list[str]] = defaultdict(list)
 
