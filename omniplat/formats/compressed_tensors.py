@@ -74,6 +74,7 @@ class CompressedTensorsFormat:
         # Of several patterns that match, the producer takes the first in alphabetical order.
         rules += sorted(patterns, key=lambda rule: rule.text)
         refusals, not_layers = _transforms(source, parts_of)
+        refusals += _activation_only(source, parts_of)
         return Declaration(
             self.name,
             source.file,
@@ -112,6 +113,18 @@ def _transforms(source: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> tupl
             reason = f"{group.string('type', 'a')} transform of the {location} at run time is not computed here"
             refusals.append(Refusal(Except(matched, ignored), use.key, reason))
     return tuple(refusals), Where(_is_transform) if transforms.values.get("config_groups") else None
+
+
+def _activation_only(source: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> tuple[Refusal, ...]:
+    """Groups that quantize the inputs of layers whose weights they leave as they are."""
+    ignored = AnyOf(tuple(_names(entry, source, parts_of) for entry in source.strings("ignore")))
+    refusals: list[Refusal] = []
+    for _, group in source.children("config_groups"):
+        if group.child("weights") is None and group.child("input_activations") is not None:
+            matched = AnyOf(tuple(_names(target, group, parts_of) for target in group.strings("targets")))
+            reason = "quantized inputs of unquantized weights are not computed here"
+            refusals.append(Refusal(Except(matched, ignored), group.path("input_activations"), reason))
+    return tuple(refusals)
 
 
 def _is_transform(name: str) -> bool:

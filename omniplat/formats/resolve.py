@@ -319,10 +319,10 @@ class _Resolver:
             status, scheme = "unquantized", UNQUANTIZED
         else:
             status = "ok" if stored.complete else "invalid"
-            if status == "ok" and self._unsupported(module.name, choice):
-                status = "unsupported"
             weight = stored.weight or choice.declared.scheme.weight
             scheme = Scheme(weight, self._activation(choice), stored.pre_scale)
+        if status != "invalid" and self._unsupported(module.name, choice):
+            status = "unsupported"
         codes = module.leaves[stored.leaves["codes"]] if "codes" in stored.leaves else None
         return ResolvedModule(
             module.name,

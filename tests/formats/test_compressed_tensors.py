@@ -320,3 +320,12 @@ def test_a_rotation_at_run_time_is_refused_and_its_matrix_is_no_layer(tmp_path: 
 def test_a_rotation_that_is_folded_into_the_weight_changes_nothing(tmp_path: Path, transforms: Any) -> None:
     found = resolve(tmp_path, config(LINEAR_FP8, transform_config=transforms), fp8_channel("m", 64, 64))
     assert schemes(found) == {"m": "fp8-channel/fp8-token"}
+
+
+@pytest.mark.parametrize(("target", "refused"), [("Linear", {"m", "n"}), ("re:.*n$", {"n"}), ("m", {"m"})])
+def test_quantized_inputs_of_unquantized_weights_are_refused(tmp_path: Path, target: str, refused: set[str]) -> None:
+    only_inputs = {"targets": [target], "weights": None, "input_activations": args(8, "float", "token", dynamic=True)}
+    tensors = {f"{name}.weight": bf16(64, 64) for name in ("m", "n", "lm_head")}
+    found = resolve(tmp_path, config(only_inputs, ignore=("lm_head",)), tensors)
+    assert {name for name, scheme in schemes(found).items() if "unsupported" in scheme} == refused
+    assert "unquantized weights" in only(found, "unsupported-option").message
