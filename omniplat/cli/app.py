@@ -134,6 +134,20 @@ def conformance(
     raise typer.Exit(code)
 
 
+@app.command()
+def matrix(
+    device: DeviceOption = None,
+    method: Annotated[
+        str | None, typer.Option("--method", metavar="M", help="A weight scheme or its stem: nvfp4, fp8, 'int4-*'.")
+    ] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Which kernels run a method on a device, and whether that is declared, emulated, verified or failing."""
+    from omniplat.cli.matrix import matrix_command
+
+    raise typer.Exit(matrix_command(device, method, json_output=json_output))
+
+
 @app.command("new-backend")
 def new_backend(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The backend's name, such as acme.")],

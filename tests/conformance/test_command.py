@@ -86,3 +86,29 @@ def test_a_new_backend_conforms_at_once(tmp_path: Path, site: Path) -> None:
         done = subprocess.run([*argv, name], capture_output=True, text=True, check=False, cwd=tmp_path)
         assert done.returncode == 2
         assert words in done.stderr
+
+
+def test_the_matrix_answers_from_the_package(tmp_path: Path, site: Path) -> None:
+    def matrix(*arguments: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "omniplat", "matrix", *arguments]
+        return subprocess.run(argv, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment(site))
+
+    whole = json.loads(matrix("--json").stdout)
+    assert whole["schema"] == "omniplat.matrix/1"
+    assert {row["backend"] for row in whole["rows"]} >= {"cpu", "cuda", "rocm", "xpu", "ascend", "zoo-correct"}
+    done = matrix("--device", "cpu", "--method", "mxfp4", "--json")
+    assert done.returncode == 0
+    rows = [row for row in json.loads(done.stdout)["rows"] if row["backend"] == "cpu"]
+    assert {row["op"] for row in rows} == {"linear", "moe"}
+    assert all(row["evidence"].startswith("verified on cpu:") for row in rows)
+    assert all(row["loads"] for row in rows)
+    text = matrix("--device", "npu:a5", "--method", "mxfp8").stdout
+    assert "declared; plans only" in " ".join(text.split())
+    text = matrix("--device", "cuda:sm90", "--method", "fp8").stdout
+    assert "scaled_mm_row" in text
+    assert "expert_loop" not in text
+    assert matrix("--device", "npu:310p", "--method", "nvfp4").returncode == 1
+    for wrong in (("--method", "nonesuch"), ("--device", "tpu")):
+        done = matrix(*wrong)
+        assert done.returncode == 2
+        assert "error: " in done.stderr
