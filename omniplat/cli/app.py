@@ -154,11 +154,12 @@ def new_backend(
     directory: Annotated[
         Path | None, typer.Option("--directory", metavar="DIR", help="Where to; omniplat-NAME without it.")
     ] = None,
+    json_output: JsonOption = False,
 ) -> None:
     """Write a package with a backend that works and passes the conformance suite."""
     from omniplat.cli.new_backend import new_backend_command
 
-    raise typer.Exit(new_backend_command(name, directory))
+    raise typer.Exit(new_backend_command(name, directory, json_output=json_output))
 
 
 @app.callback(invoke_without_command=True)

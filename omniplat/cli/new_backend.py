@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from omniplat.cli.output import print_json
 from omniplat.errors import UsageError
+
+SCHEMA = "omniplat.new-backend/1"
 
 _TEMPLATES = Path(__file__).parent / "templates" / "backend"
 #: Template -> where it goes; `{package}` is the import package.
@@ -18,7 +21,7 @@ _FILES = {
 }
 
 
-def new_backend_command(name: str, directory: Path | None) -> int:
+def new_backend_command(name: str, directory: Path | None, *, json_output: bool) -> int:
     """Body of the command. Raises UsageError for a name that cannot be one, and a folder that holds something."""
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise UsageError(f"a backend's name is lower-case letters, digits and single hyphens, found {name!r}")
@@ -34,5 +37,9 @@ def new_backend_command(name: str, directory: Path | None) -> int:
         path = folder / target.format(package=package)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+    if json_output:
+        files = [target.format(package=package) for target in _FILES.values()]
+        print_json({"schema": SCHEMA, "directory": str(folder), "files": files})
+        return 0
     print(f"wrote {folder}; next:\n  pip install -e {folder}\n  omniplat conformance {name} --profile quick")
     return 0

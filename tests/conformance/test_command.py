@@ -82,6 +82,9 @@ def test_a_new_backend_conforms_at_once(tmp_path: Path, site: Path) -> None:
     done = command(tmp_path, folder, "two-words", "--profile", "quick", "--json")
     report = json.loads(done.stdout)
     assert (done.returncode, report["result"], report["failed"]) == (0, "success", [])
+    done = subprocess.run([*argv, "other", "--json"], capture_output=True, text=True, check=True, cwd=tmp_path)
+    written = json.loads(done.stdout)
+    assert all((tmp_path / written["directory"] / path).is_file() for path in written["files"])
     for name, words in (("two-words", "no empty folder"), ("Two Words", "lower-case"), ("../up", "lower-case")):
         done = subprocess.run([*argv, name], capture_output=True, text=True, check=False, cwd=tmp_path)
         assert done.returncode == 2
