@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from omniplat.document import Plan as Plan
     from omniplat.info import backend_reports as backends
     from omniplat.modules.load import load_into as load_into
+    from omniplat.modules.quantize import quantize_model as quantize_model
+    from omniplat.modules.quantize import restore as restore
     from omniplat.scheme import Scheme as Scheme
 
 #: public name -> "module" or "module:attribute".
@@ -30,9 +32,23 @@ _EXPORTS = {
     "load": "omniplat.api:load",
     "load_into": "omniplat.modules.load:load_into",
     "plan": "omniplat.api:plan",
+    "quantize_model": "omniplat.modules.quantize:quantize_model",
+    "restore": "omniplat.modules.quantize:restore",
 }
 
-__all__ = ["Plan", "Scheme", "__version__", "backends", "devices", "errors", "load", "load_into", "plan"]
+__all__ = [
+    "Plan",
+    "Scheme",
+    "__version__",
+    "backends",
+    "devices",
+    "errors",
+    "load",
+    "load_into",
+    "plan",
+    "quantize_model",
+    "restore",
+]
 
 
 def __getattr__(name: str) -> Any:

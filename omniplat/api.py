@@ -145,6 +145,8 @@ def require_loadable(plan: Plan) -> None:
     for item in plan.findings:
         if item.severity != "error" or item.code in _ABOUT_THE_DEVICE:
             continue
+        if item.code == "model-advice":
+            raise UsageError(f"{item.message}; {item.fix}")
         if item.code == "unknown-format":
             raise UnknownFormatError(item.message)
         raise InvalidCheckpointError(item.message, file=item.where.file, key=item.where.rule or item.code)

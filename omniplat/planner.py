@@ -26,6 +26,7 @@ from omniplat.formats.resolved import ResolvedModule
 from omniplat.layer import LayerSpec
 from omniplat.legality import TP_SIZES, Cut, cut_layer, rank_spec
 from omniplat.match import Candidate, Match, Policy, match
+from omniplat.models.advice import refusals
 from omniplat.models.builtin import UNKNOWN
 from omniplat.models.family import Family
 from omniplat.moe_block import moe_details
@@ -104,7 +105,7 @@ def make_plan(
             packed = replace(packed, layers=tuple(item for layer in packed.layers for item in divide(layer)))
         planner = _ComponentPlanner(packed, target, part)
         layers += [planner.plan(layer) for layer in packed.layers]
-        findings += [*resolution.findings, *packed.findings, *planner.findings()]
+        findings += [*resolution.findings, *packed.findings, *planner.findings(), *_advice(packed, target, part)]
         resolutions.append(resolution)
     source = PlanCheckpoint(
         os.fsencode(checkpoint.path).decode(errors="backslashreplace"),
@@ -113,6 +114,16 @@ def make_plan(
         checkpoint.revision,
     )
     return Planned(_document(source, target, layers, findings), tuple(layers), tuple(resolutions))
+
+
+def _advice(packed: Packed, target: Target, part: Component) -> list[Finding]:
+    """What is known against the checkpoint's schemes for its model."""
+    used: dict[str, list[str]] = defaultdict(list)
+    for layer in packed.layers:
+        for module in layer.modules:
+            used[module.scheme.activation_id].append(module.name)
+    allowed = "model-advice" in target.policy.allow
+    return refusals(part.config, used, allowed=allowed, component=part.name)
 
 
 def plan_layers(

@@ -1,0 +1,235 @@
+"""What a model has to quantize: its linear layers, what each of them gets, and why some get nothing."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from omniplat.errors import UsageError
+from omniplat.models.advice import FLOAT_COMPONENT_REASON, FLOAT_COMPONENTS, is_diffusion, why_sensitive
+from omniplat.modules.layers import ModelLinear
+from omniplat.modules.places import Place, places_of, why_not
+from omniplat.online import Method, Routing, ignored_by
+from omniplat.packing import family_of
+from omniplat.registry import MODELS, Registry
+
+#: A transformer block in a module's path, the outermost.
+_BLOCK = re.compile(r"(.*?(?:^|\.)(?:\w*blocks|layers|h)\.\d+)(?:\.|$)")
+#: Tensors that hold all experts of a layer.
+_STACKS = ("gate_up_proj", "gate_proj", "up_proj", "w13", "down_proj", "w2")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one linear layer gets: a method, or none and the reason. `is_advice` where nobody asked for that.
+
+    `model` is the configuration of the model that the layer belongs to.
+    """
+
+    place: Place
+    method: Method | None
+    reason: str
+    model: Mapping[str, Any]
+    is_advice: bool = False
+
+
+def components_of(model: object) -> dict[str, nn.Module]:
+    """The parts of a pipeline (an object with `components`, as diffusers' are), or the model itself under ""."""
+    if isinstance(model, nn.Module):
+        return {"": model}
+    parts = getattr(model, "components", None)
+    found = {name: part for name, part in (parts or {}).items() if isinstance(part, nn.Module)}
+    if not found:
+        raise UsageError(f"{type(model).__name__} is neither a torch.nn.Module nor a pipeline with components")
+    return found
+
+
+def all_places(model: object) -> dict[str, Place]:
+    """Every module of a model or of a pipeline's components, by name."""
+    found: dict[str, Place] = {}
+    for component, root in components_of(model).items():
+        prefix = f"{component}." if component else ""
+        if component:
+            found[component] = Place(component, root, "", root)
+        found |= {prefix + name: place for name, place in places_of(root).items()}
+    return found
+
+
+def config_of(module: nn.Module) -> dict[str, Any]:
+    """The configuration of a transformers or diffusers model, with its class; the class alone for others."""
+    config = getattr(module, "config", None)
+    to_dict: Callable[[], dict[str, Any]] | None = getattr(config, "to_dict", None)
+    values = dict(config) if isinstance(config, Mapping) else to_dict() if callable(to_dict) else {}
+    return {**values, "_class_name": type(module).__name__}
+
+
+class Survey:
+    """The linear layers of a model under a routing. Raises UsageError for what cannot be meant."""
+
+    def __init__(self, model: object, routing: Routing, registry: Registry) -> None:
+        self.places = all_places(model)
+        self._routing = routing
+        self._whole = config_of(model) if isinstance(model, nn.Module) else {"_class_name": type(model).__name__}
+        self._models = self._diffusion_models(model)
+        self._families = [family for name in registry.names(MODELS) for family in registry.load(MODELS, name)]
+        self._shared = Counter(id(p) for place in self.places.values() for p in place.module._parameters.values())
+        self._linears = {name: p for name, p in self.places.items() if isinstance(p.module, nn.Linear)}
+        self._stacks = [name for name, place in self.places.items() if _holds_stacks(place.module)]
+        self._require_fresh()
+        self._require_components()
+        self._kept = self._leading_blocks()
+        self._ignored = self._ignored_layers()
+
+    def verdicts(self) -> list[Verdict]:
+        """One for every linear layer, in the model's order."""
+        for name in self._stacks:
+            if self._routing.of(name) is not None and name not in self._ignored:
+                raise UsageError(
+                    f"{name}: experts in one tensor are not quantized online; name it in ignored_layers, or load a "
+                    "quantized checkpoint (omniplat.load_into)"
+                )
+        found = [self._verdict(name, place) for name, place in self._linears.items()]
+        problems = [f"{v.place.name}: {why}" for v in found if v.method is not None and (why := _problem(v))]
+        if problems:
+            raise UsageError("cannot be quantized; ignored_layers leaves them out:\n  " + "\n  ".join(problems[:5]))
+        self._require_some(found)
+        return found
+
+    def _verdict(self, name: str, place: Place) -> Verdict:
+        config, local = self._model_of(name)
+        method = self._routing.of(name)
+        if method is None:
+            return Verdict(place, None, "no method for this component", config)
+        if self._routing.component_of(name) is None and FLOAT_COMPONENTS.fullmatch(name.partition(".")[0]):
+            return Verdict(place, None, FLOAT_COMPONENT_REASON, config, True)
+        if name in self._ignored:
+            return Verdict(place, None, self._ignored[name], config)
+        if name in self._kept:
+            return Verdict(place, None, f"num_bf16_fallback_layers={method.leading_blocks}", config)
+        if method.keep_sensitive and (reason := why_sensitive(local, config)):
+            return Verdict(place, None, reason, config, True)
+        if any(self._shared[id(p)] > 1 for p in place.module._parameters.values() if p is not None):
+            return Verdict(place, None, "its weight is another module's too", config, True)
+        if isinstance(place.owner, nn.MultiheadAttention):
+            return Verdict(place, None, why_not(place), config, True)
+        return Verdict(place, method, method.name, config)
+
+    # -- what cannot be meant -----------------------------------------------------------------------
+
+    def _require_fresh(self) -> None:
+        done = [name for name, place in self.places.items() if isinstance(place.module, ModelLinear)]
+        if done:
+            raise UsageError(f"is quantized already ({done[0]} and {len(done) - 1} more): omniplat.restore undoes it")
+
+    def _require_components(self) -> None:
+        for component in self._routing.components:
+            if component not in self.places:
+                tops = sorted({name.partition(".")[0] for name in self.places})
+                raise UsageError(f"no component {component!r}; the model has: {', '.join(tops)}")
+
+    def _require_some(self, found: list[Verdict]) -> None:
+        """Every component that was given a method has something for it to do."""
+        wanted: dict[str | None, Method] = {k: m for k, m in self._routing.components.items() if m is not None}
+        if self._routing.default is not None:
+            wanted[None] = self._routing.default
+        by_name = dict(zip(self._linears, found, strict=True))
+        for component, method in wanted.items():
+            own = [v for name, v in by_name.items() if self._routing.component_of(name) == component]
+            if any(verdict.method is not None for verdict in own):
+                continue
+            label = f"component {component!r}" if component is not None else "the model"
+            if not own:
+                raise UsageError(f"{label} has no linear layers: there is nothing for {method.name} to quantize")
+            reasons = "; ".join(f"{count} x {text}" for text, count in Counter(v.reason for v in own).most_common(4))
+            raise UsageError(f"{label} has nothing for {method.name} to quantize: {reasons}")
+
+    # -- which layers stay --------------------------------------------------------------------------
+
+    def _diffusion_models(self, model: object) -> dict[str, dict[str, Any]]:
+        """Diffusion transformers among the modules, by name."""
+        named = {name: place.module for name, place in self.places.items()}
+        if isinstance(model, nn.Module):
+            named = {"": model, **named}
+        configs = ((name, config_of(module)) for name, module in named.items())
+        return {name: config for name, config in configs if is_diffusion(config)}
+
+    def _model_of(self, name: str) -> tuple[Mapping[str, Any], str]:
+        """Configuration of the model that a module belongs to, and the module's name in it."""
+        parts = name.split(".")
+        for end in range(len(parts)):
+            prefix = ".".join(parts[:end])
+            if prefix in self._models:
+                return self._models[prefix], ".".join(parts[end:])
+        return self._whole, name
+
+    def _leading_blocks(self) -> frozenset[str]:
+        """Modules of the blocks that a method leaves alone because they come first."""
+        blocks: dict[str | None, dict[str, None]] = {}
+        for name in self.places:
+            if match := _BLOCK.match(name):
+                blocks.setdefault(self._routing.component_of(name), {})[match[1]] = None
+        leading = {
+            block
+            for component, found in blocks.items()
+            if (method := self._routing.default if component is None else self._routing.components[component])
+            for block in list(found)[: method.leading_blocks]
+        }
+        return frozenset(n for n in self.places if (match := _BLOCK.match(n)) and match[1] in leading)
+
+    def _ignored_layers(self) -> dict[str, str]:
+        """Module -> the entry that names it. An entry that names nothing is an error."""
+        found: dict[str, str] = {}
+        routes: dict[str | None, Method | None] = {None: self._routing.default}
+        routes.update(self._routing.components.items())
+        for component, method in routes.items():
+            if method is None:
+                continue
+            prefix = f"{component}." if component is not None else ""
+            names = [
+                name.removeprefix(prefix)
+                for name in (*self._linears, *self._stacks)
+                if self._routing.component_of(name) == component
+            ]
+            root = self.places[component].module if component is not None else None
+            config = config_of(root) if root is not None else self._whole
+            parts_of = family_of(config, self._families).parts_of
+            for entry in method.ignored_layers:
+                hits = ignored_by(entry, names, parts_of)
+                hits |= {n.removeprefix(prefix) for n in ignored_by(entry, [prefix + n for n in names], parts_of)}
+                if not hits:
+                    raise UsageError(f"ignored_layers: {entry!r} names no linear layer of the model")
+                for name in hits:
+                    found.setdefault(prefix + name, f"ignored_layers[{entry!r}]")
+        return found
+
+
+def _holds_stacks(module: nn.Module) -> bool:
+    return any(
+        tensor is not None and tensor.dim() == 3 and name in _STACKS for name, tensor in module._parameters.items()
+    )
+
+
+def _problem(verdict: Verdict) -> str:
+    """Why the layer's method cannot run on it; "" where it can."""
+    assert verdict.method is not None
+    linear, weight = verdict.place.module, verdict.method.weight
+    assert isinstance(linear, nn.Linear)
+    if why := why_not(verdict.place):
+        return why
+    if linear.weight.is_meta:
+        return "is on meta: it has no values"
+    if not linear.weight.is_floating_point():
+        return f"is {linear.weight.dtype}"
+    if weight.granularity == "group" and linear.in_features % weight.group_size:
+        return (
+            f"{linear.in_features} columns are not a multiple of {verdict.method.name}'s group of {weight.group_size}"
+        )
+    static = verdict.method.activation is not None and not verdict.method.activation.dynamic
+    if static and verdict.place.name not in verdict.method.input_scales:
+        return "has no entry in input_scales"
+    return ""

@@ -1,0 +1,354 @@
+"""`quantize_model` and `restore`: which layers get what, what they compute, and that nothing half-done remains."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import omniplat
+from omniplat import oracle
+from omniplat.errors import BackendNotInstalledError, UnsupportedCombinationError, UsageError
+from omniplat.modules.layers import ModelLinear
+from omniplat.online import METHODS, parse_method
+from omniplat.scheme import Scheme
+from tests.modules import tiny
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = (nn.Linear(width, width) for _ in range(3))
+        self.to_out = nn.ModuleList([nn.Linear(width, width)])
+
+
+class WanBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attn1 = Attention(width)
+        self.ffn = nn.Module()
+        self.ffn.net = nn.ModuleList([nn.Linear(width, 2 * width), nn.Identity(), nn.Linear(2 * width, width)])
+
+
+class WanTransformer3DModel(nn.Module):
+    """The names of Wan's transformer in diffusers."""
+
+    def __init__(self, blocks: int = 3, width: int = 64, **config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.condition_embedder = nn.Module()
+        self.condition_embedder.time_proj = nn.Linear(width, 6 * width)
+        self.blocks = nn.ModuleList(WanBlock(width) for _ in range(blocks))
+        self.proj_out = nn.Linear(width, 16)
+
+
+class AutoencoderKL(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3)
+
+
+class Pipeline:
+    """As diffusers' pipelines: no module, but parts."""
+
+    def __init__(self) -> None:
+        text = nn.Module()
+        text.proj = nn.Linear(64, 64)
+        self.components = {
+            "transformer": WanTransformer3DModel(),
+            "transformer_2": WanTransformer3DModel(),
+            "vae": AutoencoderKL(),
+            "text_encoder": text,
+            "scheduler": object(),
+        }
+
+
+def schemes(plan: omniplat.Plan) -> dict[str, str]:
+    return {layer.name: layer.executes or "" for layer in plan.layers}
+
+
+def quantized(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, ModelLinear)}
+
+
+def named_linears(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+WIDE = {"int4": {"group_size": 32}, "mxfp4_dualscale": {"num_bf16_fallback_layers": 0}}
+STORED = {
+    "fp8": "fp8-tensor/fp8-tensor",
+    "int8": "int8-channel/int8-token",
+    "mxfp8": "mxfp8/mxfp8",
+    "mxfp4": "mxfp4/mxfp4",
+    "mxfp4_dualscale": "mxfp4-dual/mxfp4-dual",
+    "nvfp4": "nvfp4/nvfp4",
+    "int4": "int4-g32/a16",
+}
+
+
+@pytest.mark.parametrize("method", sorted(STORED))
+def test_every_method_computes_what_the_oracle_does(method: str) -> None:
+    model = tiny.decoder()
+    before = {
+        name: linear.weight.detach().clone() for name, linear in model.named_modules() if name in named_linears(model)
+    }
+    plan = omniplat.quantize_model(model, {"method": method, **WIDE.get(method, {})}, "cpu")
+    assert quantized(model) == set(before)
+    assert set(schemes(plan).values()) == {STORED[method]}
+    scheme = Scheme.parse(STORED[method])
+    name = "model.layers.0.mlp.gate_proj"
+    x = tiny.rows()
+    activation = parse_method({"method": method, **WIDE.get(method, {})}).activation
+    weight = oracle.dequantize(oracle.quantize_weight(before[name].numpy(), scheme.weight))
+    used = x.numpy() if activation is None else oracle.quantize_activation(x.numpy(), activation)
+    found = model.get_submodule(name)(x).numpy()
+    np.testing.assert_allclose(found, used @ weight.T, rtol=1e-3, atol=1e-3)
+    assert all(layer.stored_bytes < 8192 for layer in plan.layers)
+
+
+def test_fp8_has_its_variants() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"granularity": "channel"}, "fp8-channel/fp8-token"),
+        ({"weight_block_size": [128, 128]}, "fp8-block128x128/fp8-g128"),
+    ]
+    for options, scheme in cases:
+        model = tiny.decoder()
+        assert set(schemes(omniplat.quantize_model(model, {"method": "fp8", **options}, "cpu")).values()) == {scheme}
+        assert torch.isfinite(model(tiny.rows())).all()
+    model = tiny.decoder()
+    scales = dict.fromkeys(named_linears(model), 0.02)
+    static = {"method": "fp8", "activation_scheme": "static", "input_scales": scales}
+    omniplat.quantize_model(model, static, "cpu")
+    q_proj = model.model.layers[0].self_attn.q_proj
+    high = q_proj(torch.full((1, 64), 0.02 * 448))
+    assert torch.equal(q_proj(torch.full((1, 64), 0.04 * 448)), high)  # clipped where the static scale ends
+
+
+@pytest.mark.parametrize("method", ["mxfp8", "int8"])
+def test_restore_brings_everything_back(method: str) -> None:
+    model = tiny.decoder()
+    modules, x = dict(model.named_modules()), tiny.rows()
+    before = model(x)
+    omniplat.quantize_model(model, method, "cpu")
+    assert not torch.equal(model(x), before)
+    with pytest.raises(UsageError, match="quantized already"):
+        omniplat.quantize_model(model, method, "cpu")
+    omniplat.restore(model)
+    assert dict(model.named_modules()) == modules
+    assert torch.equal(model(x), before)
+    with pytest.raises(UsageError, match="nothing to restore"):
+        omniplat.restore(model)
+    omniplat.quantize_model(model, method, "cpu", restorable=False)
+    with pytest.raises(UsageError, match="were not kept"):
+        omniplat.restore(model)
+    assert quantized(model)
+
+
+def test_a_state_dict_moves_between_models() -> None:
+    one, two = tiny.decoder(), tiny.decoder()
+    for model in (one, two):
+        omniplat.quantize_model(model, "mxfp4", "cpu")
+    assert not any("original" in name for name in one.state_dict())
+    assert not torch.equal(two(tiny.rows()), one(tiny.rows()))
+    two.load_state_dict(one.state_dict())
+    assert torch.equal(two(tiny.rows()), one(tiny.rows()))
+
+
+# --- which layers ---------------------------------------------------------------------------------------------------
+
+BLOCK_LAYERS = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "ffn.net.0", "ffn.net.2")
+
+
+def of_blocks(*indices: int, prefix: str = "") -> set[str]:
+    return {f"{prefix}blocks.{index}.{layer}" for index in indices for layer in BLOCK_LAYERS}
+
+
+def test_sensitive_layers_of_diffusion_transformers_stay() -> None:
+    model = WanTransformer3DModel()
+    plan = omniplat.quantize_model(model, "mxfp8", "cpu")
+    assert quantized(model) == of_blocks(0, 1, 2)
+    advice = {name: item for item in plan.findings if item.code == "model-advice" for name in item.modules}
+    assert set(advice) == {"condition_embedder.time_proj", "proj_out"}
+    assert "vllm-omni issue 2728" in advice["proj_out"].message
+    assert plan.layer("proj_out").status == "unquantized"
+    other = WanTransformer3DModel()
+    omniplat.quantize_model(other, {"method": "mxfp8", "keep_sensitive": False}, "cpu")
+    assert quantized(other) == {*of_blocks(0, 1, 2), "condition_embedder.time_proj", "proj_out"}
+
+
+def test_leading_blocks_stay() -> None:
+    model = WanTransformer3DModel(blocks=7)
+    plan = omniplat.quantize_model(model, "mxfp4_dualscale", "cpu")
+    assert quantized(model) == of_blocks(5, 6)
+    assert plan.layer("blocks.4.ffn.net.0").decided_by.rule == "num_bf16_fallback_layers=5"
+    with pytest.raises(UsageError, match="18 x num_bf16_fallback_layers=5"):
+        omniplat.quantize_model(WanTransformer3DModel(blocks=3), "mxfp4_dualscale", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("entry", "left"),
+    [
+        ("blocks.1.attn1.to_q", {"blocks.1.attn1.to_q"}),
+        ("blocks.1", of_blocks(1)),
+        ("blocks.*.ffn", {f"blocks.{i}.ffn.net.{j}" for i in range(12) for j in (0, 2)}),
+        ("*to_q", {f"blocks.{i}.attn1.to_q" for i in range(12)}),
+        (r"re:blocks\.1\d", of_blocks(10, 11)),
+        ("blocks.2.attn1.to_qkv", {f"blocks.2.attn1.to_{part}" for part in "qkv"}),
+    ],
+)
+def test_ignored_layers(entry: str, left: set[str]) -> None:
+    model = WanTransformer3DModel(blocks=12)
+    plan = omniplat.quantize_model(model, {"method": "mxfp8", "ignored_layers": [entry]}, "cpu")
+    assert quantized(model) == of_blocks(*range(12)) - left
+    assert {plan.layer(name).decided_by.rule for name in left} == {f"ignored_layers[{entry!r}]"}
+
+
+@pytest.mark.parametrize("entry", ["blocks.1.attn", "locks.1", "to_q", "blocks.?", "re:attn1", "*.nothing"])
+def test_an_entry_that_names_nothing_is_an_error(entry: str) -> None:
+    model = WanTransformer3DModel()
+    with pytest.raises(UsageError, match="names no linear layer"):
+        omniplat.quantize_model(model, {"method": "mxfp8", "ignored_layers": ["blocks.1", entry]}, "cpu")
+    assert not quantized(model)
+
+
+def test_components_are_routed_on_dots() -> None:
+    pipeline = Pipeline()
+    first, second = pipeline.components["transformer"], pipeline.components["transformer_2"]
+    routing = {"transformer": {"method": "fp8", "ignored_layers": ["blocks.0"]}, "vae": None}
+    plan = omniplat.quantize_model(pipeline, routing, "cpu")
+    assert isinstance(first, nn.Module)
+    assert isinstance(second, nn.Module)
+    assert quantized(first) == of_blocks(1, 2)
+    assert not quantized(second)
+    assert plan.layer("transformer.blocks.1.attn1.to_q").stored == "fp8-tensor"
+    omniplat.restore(pipeline)
+    assert not quantized(first)
+    plan = omniplat.quantize_model(pipeline, {"transformer_2": {"method": "int8"}, "default": "mxfp8"}, "cpu")
+    found = schemes(plan)
+    assert found["transformer.blocks.0.attn1.to_q"] == "mxfp8/mxfp8"
+    assert found["transformer_2.blocks.0.attn1.to_q"] == "int8-channel/int8-token"
+    assert found["text_encoder.proj"] == "bf16/a16"
+    assert "text encoders" in plan.layer("text_encoder.proj").decided_by.rule
+    omniplat.restore(pipeline)
+    omniplat.quantize_model(pipeline, {"text_encoder": "mxfp8"}, "cpu")
+    text = pipeline.components["text_encoder"]
+    assert isinstance(text, nn.Module)
+    assert quantized(text) == {"proj"}
+
+
+def test_a_component_with_nothing_to_quantize_says_so() -> None:
+    for routing, reason in (
+        ({"vae": "mxfp8"}, "component 'vae' has no linear layers"),
+        ({"transformer_3": "mxfp8"}, "no component 'transformer_3'; the model has: .*transformer, transformer_2, vae"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            omniplat.quantize_model(Pipeline(), routing, "cpu")
+    with pytest.raises(UsageError, match=r"neither a torch[.]nn[.]Module nor"):
+        omniplat.quantize_model(object(), "mxfp8", "cpu")
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_known_to_fail_is_refused() -> None:
+    config = {"in_channels": 48, "num_layers": 30}
+    model = WanTransformer3DModel(**config)
+    for method in ("mxfp4", "nvfp4"):
+        with pytest.raises(UsageError, match=r"Wan2.2-TI2V-5B: .*pull request 3578.*--allow model-advice"):
+            omniplat.quantize_model(model, method, "cpu")
+        assert not quantized(model)
+    omniplat.quantize_model(WanTransformer3DModel(**config), "mxfp8", "cpu")
+    omniplat.quantize_model(WanTransformer3DModel(in_channels=16, num_layers=40), "mxfp4", "cpu")
+    plan = omniplat.quantize_model(model, "mxfp4", "cpu", allow=["model-advice"])
+    assert any("TI2V-5B" in item.message and item.severity == "warning" for item in plan.findings)
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("fp7", "no method 'fp7'; known: fp8, int8"),
+        ({"method": "mxfp8", "group_size": 64}, "mxfp8 has no option group_size"),
+        ({"method": "int4", "group_size": "64"}, "group_size must be of type int"),
+        ({"method": "fp8", "granularity": "row"}, "granularity is one of tensor, channel"),
+        ({"method": "fp8", "activation_scheme": "static"}, "needs input_scales"),
+        ({"method": "fp8", "weight_block_size": [128]}, "two positive numbers"),
+        ({"method": "int8", "activation_scheme": "static"}, "activation_scheme is one of dynamic"),
+        ({"method": "int4", "group_size": 48}, "64 columns are not a multiple of int4's group of 48"),
+        ({"method": "mxfp8", "ignored_layers": ["re:("]}, "no regular expression"),
+    ],
+)
+def test_what_means_nothing_is_refused(method: Any, reason: str) -> None:
+    model = tiny.decoder()
+    with pytest.raises(UsageError, match=reason):
+        omniplat.quantize_model(model, method, "cpu")
+    assert not quantized(model)
+
+
+def test_what_no_kernel_runs_changes_nothing() -> None:
+    model = tiny.decoder()
+    with pytest.raises(UnsupportedCombinationError):
+        omniplat.quantize_model(model, "mxfp4", "npu:310p")
+    assert not quantized(model)
+
+
+def test_layers_that_are_not_called_or_shared_stay() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 64)
+            self.attention = nn.MultiheadAttention(64, 2)
+            self.proj = nn.Linear(64, 64)
+            self.out = nn.Linear(64, 10, bias=False)
+            self.out.weight = self.embed.weight
+
+    model = Model()
+    plan = omniplat.quantize_model(model, "mxfp8", "cpu")
+    assert quantized(model) == {"proj"}
+    assert plan.layer("out").decided_by.rule == "its weight is another module's too"
+    assert "MultiheadAttention" in plan.layer("attention.out_proj").decided_by.rule
+
+
+def test_stacked_experts_are_never_left_silently() -> None:
+    sizes = tiny.EXPERT_SIZES
+    model = tiny.Decoder(tiny.Body(sizes, tiny.StackedExperts(sizes)))
+    with pytest.raises(UsageError, match="experts in one tensor are not quantized online"):
+        omniplat.quantize_model(model, "mxfp8", "cpu")
+    omniplat.quantize_model(model, {"method": "mxfp8", "ignored_layers": ["*.experts"]}, "cpu")
+    assert len(quantized(model)) == 4
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+def test_bitsandbytes_quantizes_itself_or_says_what_is_missing() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(BackendNotInstalledError, match="pip install bitsandbytes"):
+        omniplat.quantize_model(model, "bitsandbytes", "cpu")
+    assert not quantized(model)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [True, False])
+def test_bitsandbytes_gives_its_own_values(kind: str, nested: bool) -> None:
+    from bitsandbytes import functional
+
+    layer = nn.Linear(128, 64, bias=False)
+    model = nn.Sequential(layer)
+    packed, state = functional.quantize_4bit(
+        layer.weight.detach(), blocksize=64, compress_statistics=nested, quant_type=kind
+    )
+    values = functional.dequantize_4bit(packed, state)
+    x = torch.randn(5, 128)
+    method = {"method": "bitsandbytes", "quant_type": kind, "compress_statistics": nested}
+    omniplat.quantize_model(model, method, "cpu")
+    torch.testing.assert_close(model(x), x @ values.T, rtol=1e-4, atol=1e-4)
+
+
+def test_the_table_of_methods_is_whole() -> None:
+    assert set(METHODS) == {*STORED, "bitsandbytes"}
+    for name in METHODS:
+        parse_method(name)
