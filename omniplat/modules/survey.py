@@ -13,7 +13,7 @@ from torch import nn
 from omniplat.errors import UsageError
 from omniplat.models.advice import FLOAT_COMPONENT_REASON, FLOAT_COMPONENTS, is_diffusion, why_sensitive
 from omniplat.modules.layers import ModelLinear
-from omniplat.modules.places import Place, places_of, why_not
+from omniplat.modules.places import WRAPPED, Place, places_of, why_not
 from omniplat.online import Method, Routing, ignored_by
 from omniplat.packing import family_of
 from omniplat.registry import MODELS, Registry
@@ -68,6 +68,17 @@ def config_of(module: nn.Module) -> dict[str, Any]:
     return {**values, "_class_name": type(module).__name__}
 
 
+def adapter_modules(model: object) -> frozenset[int]:
+    """Ids of the modules that adapters add around the layers that they wrap."""
+    found: set[int] = set()
+    for root in components_of(model).values():
+        for wrapper in root.modules():
+            wrapped = wrapper._modules.get(WRAPPED)
+            if wrapped is not None:
+                found |= {id(module) for module in wrapper.modules()} - {id(module) for module in wrapped.modules()}
+    return frozenset(found)
+
+
 class Survey:
     """The linear layers of a model under a routing. Raises UsageError for what cannot be meant."""
 
@@ -78,6 +89,7 @@ class Survey:
         self._models = self._diffusion_models(model)
         self._families = [family for name in registry.names(MODELS) for family in registry.load(MODELS, name)]
         self._shared = Counter(id(p) for place in self.places.values() for p in place.module._parameters.values())
+        self._adapters = adapter_modules(model)
         self._linears = {name: p for name, p in self.places.items() if isinstance(p.module, nn.Linear)}
         self._stacks = [name for name, place in self.places.items() if _holds_stacks(place.module)]
         self._require_fresh()
@@ -105,6 +117,8 @@ class Survey:
         method = self._routing.of(name)
         if method is None:
             return Verdict(place, None, "no method for this component", config)
+        if id(place.module) in self._adapters:
+            return Verdict(place, None, "part of an adapter", config)
         if self._routing.component_of(name) is None and FLOAT_COMPONENTS.fullmatch(name.partition(".")[0]):
             return Verdict(place, None, FLOAT_COMPONENT_REASON, config, True)
         if name in self._ignored:

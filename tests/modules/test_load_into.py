@@ -17,6 +17,7 @@ from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError,
 from omniplat.modules.layers import ModelExperts, ModelLinear
 from omniplat.scheme import UNQUANTIZED, Scheme
 from tests.modules import tiny
+from tests.modules.tiny import Adapter
 
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -108,19 +109,6 @@ def test_state_dicts_save_and_load(tmp_path: Path) -> None:
     assert torch.equal(two(tiny.rows()), one(tiny.rows()))
     with pytest.raises((RuntimeError, UsageError)):
         other.load_state_dict(one.state_dict())
-
-
-class Adapter(nn.Module):
-    """A low-rank adapter with the attribute names of PEFT's."""
-
-    def __init__(self, base_layer: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        self.lora_A = nn.Linear(base_layer.in_features, 4, bias=False)
-        self.lora_B = nn.Linear(4, base_layer.out_features, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base_layer(x) + self.lora_B(self.lora_A(x))
 
 
 def test_adapters_stay_on_top(tmp_path: Path) -> None:

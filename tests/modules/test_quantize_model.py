@@ -17,6 +17,7 @@ from omniplat.modules.layers import ModelLinear
 from omniplat.online import METHODS, parse_method
 from omniplat.scheme import Scheme
 from tests.modules import tiny
+from tests.modules.tiny import Adapter
 
 
 class Attention(nn.Module):
@@ -311,6 +312,19 @@ def test_layers_that_are_not_called_or_shared_stay() -> None:
     assert quantized(model) == {"proj"}
     assert plan.layer("out").decided_by.rule == "its weight is another module's too"
     assert "MultiheadAttention" in plan.layer("attention.out_proj").decided_by.rule
+
+
+def test_adapters_stay_as_they_are() -> None:
+    model = tiny.decoder()
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj = Adapter(mlp.down_proj)
+    plan = omniplat.quantize_model(model, "mxfp8", "cpu")
+    assert len(quantized(model)) == 7
+    assert isinstance(mlp.down_proj.base_layer, ModelLinear)
+    assert plan.layer("model.layers.0.mlp.down_proj.lora_A").decided_by.rule == "part of an adapter"
+    assert model(tiny.rows()).isfinite().all()
+    omniplat.restore(model)
+    assert type(mlp.down_proj.base_layer) is nn.Linear
 
 
 def test_stacked_experts_are_never_left_silently() -> None:

@@ -116,6 +116,19 @@ class Decoder(nn.Module):
         return self.model(x)
 
 
+class Adapter(nn.Module):
+    """A low-rank adapter with the attribute names of PEFT's."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.Linear(base_layer.in_features, 4, bias=False)
+        self.lora_B = nn.Linear(4, base_layer.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
 def decoder() -> Decoder:
     return Decoder(Body(SIZES, Mlp(SIZES.hidden, SIZES.inner)))
 

@@ -1,0 +1,219 @@
+"""transformers, diffusers, PEFT and accelerate themselves. Each test is skipped, and says so, where its library is
+not installed: `pip install transformers diffusers peft accelerate` beside the `dev` extra runs them all."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import omniplat
+from omniplat import oracle
+from omniplat.errors import UsageError
+from omniplat.modules.layers import ModelExperts, ModelLinear
+from omniplat.runtime.tensors import to_tensor
+from omniplat.scheme import parse_weight_id
+
+IDS = torch.arange(7)[None]
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
+
+
+def qwen3(*, experts: bool = False, tied: bool = False) -> Any:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    if experts:
+        config = transformers.Qwen3MoeConfig(
+            **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96, tie_word_embeddings=tied
+        )
+        return transformers.Qwen3MoeForCausalLM(config).eval()
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, tie_word_embeddings=tied)).eval()
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(IDS).logits
+    return found
+
+
+class Checkpoint:
+    """A model's weights as int8 per channel on disk, weight only, and the values that those codes stand for."""
+
+    def __init__(self, model: Any, folder: Path) -> None:
+        self.stored: dict[str, torch.Tensor] = {}
+        self.values: dict[str, torch.Tensor] = {}
+        linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+        for name, tensor in model.state_dict().items():
+            owner, _, leaf = name.rpartition(".")
+            if owner in linears:
+                self.values[name] = self._quantize(name, tensor)
+            elif owner.endswith(".experts"):
+                self.values[name] = torch.stack([self._expert(owner, leaf, i, t) for i, t in enumerate(tensor)])
+            else:
+                self.values[name] = tensor
+                if not (name == "lm_head.weight" and model.config.tie_word_embeddings):
+                    self.stored[name] = tensor.contiguous()
+        scheme = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
+        quantization = {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": None}},
+            "ignore": ["lm_head", r"re:.*mlp\.gate$"],
+        }
+        save_file(self.stored, folder / "model.safetensors")
+        config = json.loads(model.config.to_json_string(use_diff=False)) | {"quantization_config": quantization}
+        (folder / "config.json").write_text(json.dumps(config))
+
+    def _quantize(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        made = oracle.quantize_weight(tensor.detach().numpy(), parse_weight_id("int8-channel"))
+        self.stored[name] = to_tensor(np.asarray(made.tensors["codes"]))
+        self.stored[f"{name}_scale"] = to_tensor(np.asarray(made.tensors["scale"]))
+        return torch.from_numpy(oracle.dequantize(made)).float()
+
+    def _expert(self, owner: str, leaf: str, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        if leaf == "down_proj":
+            return self._quantize(f"{owner}.{index}.down_proj.weight", tensor)
+        gate, up = tensor.chunk(2)
+        parts = (("gate_proj", gate), ("up_proj", up))
+        return torch.cat([self._quantize(f"{owner}.{index}.{name}.weight", part) for name, part in parts])
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_transformers_models_are_filled(experts: bool, tmp_path: Path) -> None:
+    model = qwen3(experts=experts)
+    expected = copy.deepcopy(model)
+    expected.load_state_dict(Checkpoint(model, tmp_path).values)
+    plan = omniplat.load_into(model, tmp_path, "cpu")
+    assert isinstance(model.model.layers[1].self_attn.k_proj, ModelLinear)
+    assert isinstance(model.model.layers[1].mlp.experts, ModelExperts) == experts if experts else True
+    assert plan.summary.unsupported == plan.summary.invalid == 0
+    torch.testing.assert_close(logits(model), logits(expected), rtol=1e-4, atol=1e-5)
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    with pytest.raises(UsageError, match=r"inv_freq: a buffer on meta"):
+        omniplat.load_into(empty, tmp_path, "cpu")
+
+
+def test_weights_that_a_transformers_model_ties_stay_tied(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = qwen3(tied=True)
+    checkpoint = Checkpoint(model, tmp_path)
+    expected = copy.deepcopy(model)
+    expected.load_state_dict(checkpoint.values)
+    with accelerate.init_empty_weights():
+        empty = type(model)(model.config).eval()
+    omniplat.load_into(empty, tmp_path, "cpu")
+    assert empty.lm_head.weight is empty.model.embed_tokens.weight
+    torch.testing.assert_close(logits(empty), logits(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_of_peft_work_on_top() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = qwen3()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(copy.deepcopy(model), config).eval()
+    omniplat.quantize_model(adapted, "mxfp8", "cpu")
+    omniplat.quantize_model(model, "mxfp8", "cpu")
+    with adapted.disable_adapter():
+        torch.testing.assert_close(logits(adapted), logits(model), rtol=0, atol=0)
+    assert not torch.equal(logits(adapted), logits(model))
+    with pytest.raises(AttributeError, match="Merging an adapter into it"):
+        adapted.merge_and_unload()
+    with pytest.raises(UsageError, match="has no gradient"):
+        adapted(IDS).logits.sum().backward()
+    with pytest.raises(ValueError, match=r"ModelLinear.* is not supported"):
+        peft.get_peft_model(model, config)  # adapters come first
+    omniplat.restore(adapted)
+    adapted.merge_and_unload()
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+def test_accelerate_offloads_quantized_layers(buffers: bool) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = qwen3()
+    hooked = accelerate.cpu_offload(copy.deepcopy(model), execution_device="cpu")
+    with pytest.raises(UsageError, match="remove_hook_from_submodules"):
+        omniplat.quantize_model(hooked, "mxfp8", "cpu")
+    omniplat.quantize_model(model, "mxfp8", "cpu")
+    expected = logits(model)
+    accelerate.cpu_offload(model, execution_device="cpu", offload_buffers=buffers)
+    assert all(buffer.is_meta for n, buffer in model.named_buffers() if n.endswith("q_proj.codes")) or not buffers
+    assert torch.equal(logits(model), expected)
+
+
+def wan() -> tuple[Any, dict[str, Any]]:
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    model = diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=32,
+        in_channels=4,
+        out_channels=4,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=128,
+        num_layers=2,
+    )
+    inputs = {
+        "hidden_states": torch.randn(1, 4, 2, 8, 8),
+        "timestep": torch.tensor([3]),
+        "encoder_hidden_states": torch.randn(1, 5, 32),
+    }
+    return model, inputs
+
+
+def flux() -> tuple[Any, dict[str, Any]]:
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    model = diffusers.FluxTransformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(8, 12, 12),
+    )
+    inputs = {
+        "hidden_states": torch.randn(1, 6, 16),
+        "encoder_hidden_states": torch.randn(1, 5, 32),
+        "pooled_projections": torch.randn(1, 32),
+        "timestep": torch.tensor([0.5]),
+        "img_ids": torch.zeros(6, 3),
+        "txt_ids": torch.zeros(5, 3),
+    }
+    return model, inputs
+
+
+@pytest.mark.parametrize("build", [wan, flux])
+@pytest.mark.parametrize(("method", "largest"), [("mxfp8", 0.05), ("fp8", 0.08), ("int8", 0.03), ("nvfp4", 0.2)])
+def test_diffusers_transformers_are_quantized(build: Any, method: str, largest: float) -> None:
+    torch.manual_seed(0)
+    model, inputs = build()
+    model.eval()
+    with torch.no_grad():
+        before = model(**inputs).sample
+        plan = omniplat.quantize_model(model, method, "cpu")
+        after = model(**inputs).sample
+    error = float((after - before).norm() / before.norm())
+    assert 0 < error < largest
+    kept = {layer.name for layer in plan.layers if layer.status == "unquantized"}
+    assert "proj_out" in kept
+    assert all("attn" not in name and ".ff" not in name for name in kept)
+    omniplat.restore(model)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).sample, before)
