@@ -101,8 +101,8 @@ def _find(sources: Sequence[Mapping[str, Any]], keys: Sequence[str], kind: type,
             value = source.get(key)
             if isinstance(value, list) and index < len(value):
                 value = value[index]
-            if kind is float and isinstance(value, int) and not isinstance(value, bool):
-                return value
+            if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53:
+                return value  # a larger integer is no number of a model, and may be none that a float can be
             if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
                 return value
     return None

@@ -17,7 +17,7 @@ from omniplat.checkpoint.folder import METADATA_FILES
 from omniplat.document import Plan
 from omniplat.errors import InvalidCheckpointError
 from omniplat.registry import FORMATS, default_registry
-from tests.fuzz.inputs import DEEP, KEYS, ROOT, TENSORS, VALUES, bases, dumps, mutated, profile
+from tests.fuzz.inputs import DEEP, KEYS, ROOT, TENSORS, VALUES, Raw, bases, dumps, mutated, profile
 from tests.fuzz.judge import judge
 from tests.support.checkpoints import bf16, fp8_tensor, mxfp4, mxfp8, write_checkpoint, write_shard
 
@@ -123,6 +123,28 @@ def test_configs_of_model_sizes_that_are_absurd(tmp_path: Path) -> None:
             config = {"model_type": next(kinds), **heads, key: value}
             quantization = {"quant_method": "modelopt", "quant_algo": "FP8"}
             write_checkpoint(tmp_path / "c", {**config, "quantization_config": quantization}, tensors)
+            judge(tmp_path / "c")
+
+
+def test_numbers_of_routing_that_no_float_holds(tmp_path: Path) -> None:
+    tensors = {"model.layers.0.mlp.gate.weight": bf16(2, 64)}
+    for expert in range(2):
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            tensors |= mxfp8(f"model.layers.0.mlp.experts.{expert}.{part}", 64, 64)
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    for kind in ("gpt_oss", "deepseek_v3", "hunyuan_image_3_moe", "qwen3_moe"):
+        for key in (
+            "swiglu_limit",
+            "swiglu_alpha",
+            "routed_scaling_factor",
+            "num_experts_per_tok",
+            "n_group",
+            "moe_topk",
+        ):
+            shutil.rmtree(tmp_path / "c", ignore_errors=True)
+            config = {"model_type": kind, "quantization_config": quantization}
+            write_checkpoint(tmp_path / "c", config, tensors)
+            (tmp_path / "c" / "config.json").write_text(dumps({**config, key: Raw("9" * 400)}))
             judge(tmp_path / "c")
 
 
