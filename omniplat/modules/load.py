@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -133,6 +133,10 @@ class _Loading:
         for item in self._layers:
             self._fit(item)
         self._slots = _slots_of(model, self._targets.values())
+        stored = {names.of(name) for name in part.tensors}
+        for name, source in _ties(model).items():
+            if name in self._slots and source in self._slots and name not in stored:
+                self._slots[name] = replace(self._slots[name], tensor=self._slots[source].tensor)
         self._values = self._plain(model)
 
     def run(self) -> None:
@@ -227,6 +231,12 @@ class _Loading:
                 f"is {info.dtype}; the model's {slot.name} is {slot.tensor.dtype}", file=info.shard, key=info.name
             )
         return tensor.to(device=self._device, dtype=slot.tensor.dtype)
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Parameters that a transformers model says it shares, which it may not yet do on `meta`: name -> whose it is."""
+    declared = getattr(model, "all_tied_weights_keys", None)
+    return dict(declared) if isinstance(declared, Mapping) else {}
 
 
 def _parameter(tensor: torch.Tensor) -> nn.Parameter:

@@ -72,7 +72,7 @@ class Checkpoint:
             "quant_method": "compressed-tensors",
             "format": "int-quantized",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": None}},
-            "ignore": ["lm_head", r"re:.*mlp\.gate$"],
+            "ignore": [] if model.config.tie_word_embeddings else ["lm_head", r"re:.*mlp\.gate$"],
         }
         save_file(self.stored, folder / "model.safetensors")
         config = json.loads(model.config.to_json_string(use_diff=False)) | {"quantization_config": quantization}

@@ -232,6 +232,30 @@ def test_a_pipeline_asks_which_component(tmp_path: Path) -> None:
     assert model.model.layers[0].mlp.up_proj.spec.scheme.weight_id == "int8-channel"
 
 
+def test_experts_may_differ_between_the_weights(tmp_path: Path) -> None:
+    downs = [f"model.layers.0.mlp.experts.{index}.down_proj" for index in range(3)]
+    other = Scheme.parse("int8-channel/a16")
+    sizes = tiny.EXPERT_SIZES
+    write_checkpoint(tmp_path, Scheme.parse("mxfp8/a16"), sizes, exceptions=dict.fromkeys(downs, other))
+    model = tiny.Decoder(tiny.Body(sizes, tiny.ListedExperts(sizes)))
+    plan = omniplat.load_into(model, tmp_path, "cpu")
+    assert {plan.layer(name).stored for name in downs} == {"int8-channel"}
+    assert plan.layer("model.layers.0.mlp.experts.0.up_proj").stored == "mxfp8"
+    assert model(tiny.rows()).isfinite().all()
+
+
+def test_what_a_model_says_it_ties_is_tied(tmp_path: Path) -> None:
+    written(tmp_path)
+    with torch.device("meta"):
+        model = tiny.decoder()
+        model.tied = nn.RMSNorm(64)
+    with pytest.raises(UsageError, match=r"tied.weight: the checkpoint has no such tensor"):
+        omniplat.load_into(model, tmp_path, "cpu")
+    model.all_tied_weights_keys = {"tied.weight": "model.norm.weight"}
+    omniplat.load_into(model, tmp_path, "cpu")
+    assert model.tied.weight is model.model.norm.weight
+
+
 def test_shared_parameters_stay_shared(tmp_path: Path) -> None:
     written(tmp_path)
     with torch.device("meta"):

@@ -242,6 +242,16 @@ def test_components_are_routed_on_dots() -> None:
     assert quantized(text) == {"proj"}
 
 
+def test_the_longest_prefix_counts() -> None:
+    model = tiny.decoder()
+    routing = {"model.layers": "mxfp8", "model.layers.0.mlp": "int8", "model.layers.0.self_attn.o_proj": None}
+    found = schemes(omniplat.quantize_model(model, routing, "cpu"))
+    layer = "model.layers.0"
+    assert found[f"{layer}.self_attn.q_proj"] == "mxfp8/mxfp8"
+    assert found[f"{layer}.self_attn.o_proj"] == "bf16/a16"
+    assert found[f"{layer}.mlp.up_proj"] == "int8-channel/int8-token"
+
+
 def test_a_component_with_nothing_to_quantize_says_so() -> None:
     for routing, reason in (
         ({"vae": "mxfp8"}, "component 'vae' has no linear layers"),
