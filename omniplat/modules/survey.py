@@ -154,7 +154,8 @@ class Survey:
         by_name = dict(zip(self._linears, found, strict=True))
         for component, method in wanted.items():
             own = [v for name, v in by_name.items() if self._routing.component_of(name) == component]
-            if any(verdict.method is not None for verdict in own):
+            unreached = component is None and not own and self._routing.components
+            if unreached or any(verdict.method is not None for verdict in own):
                 continue
             label = f"component {component!r}" if component is not None else "the model"
             if not own:
