@@ -82,7 +82,8 @@ def test_requirements_are_those_of_the_backend(kind: str, capability: Capability
 def test_a_capability_is_well_formed(kind: str, capability: Capability) -> None:
     assert capability.op in ("linear", "moe")
     assert capability.evidence == "declared"
-    assert capability.impl == ""
+    module, colon, name = capability.impl.partition(":")
+    assert capability.impl == "" or (module.startswith(PACKAGES[kind]) and colon and name.isidentifier())
     assert set(capability.dtypes) <= {"bf16", "f16", "f32"}
     assert {rule.dim for rule in capability.shapes} <= DIMS
     assert all(rule.needed for rule in capability.shapes), "a shape rule that accepts everything"

@@ -1,7 +1,7 @@
 """The cuda backend, as data: what each library's kernels run, on which architectures, at which shapes.
 
-Priorities follow the measurements on an H200 that backends/cuda/README.md names. No kernel is written yet: every
-capability is `declared`.
+Priorities follow the measurements on an H200 that backends/cuda/README.md names. A capability with an `impl` has its
+kernel; the others are planned only.
 """
 
 from __future__ import annotations

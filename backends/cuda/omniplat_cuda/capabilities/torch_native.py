@@ -16,6 +16,7 @@ from omniplat_cuda.capabilities.common import (
     multiples,
 )
 
+_KERNELS = "omniplat_cuda.kernels.torch_native"
 _SCALED_MM = multiples(16, "out", "in")
 _TENSOR_SCALED = ("fp8-token", "fp8-tensor", "fp8-tensor-static")
 LINEAR = (
@@ -30,6 +31,7 @@ LINEAR = (
         requires=(TORCH,),
         accumulator=FP8_ACCUMULATOR,
         priority=45,
+        impl=f"{_KERNELS}:ScaledMmTensor",
     ),
     Capability(
         "scaled_mm_row",
@@ -42,6 +44,7 @@ LINEAR = (
         requires=(TORCH,),
         accumulator=FP8_ACCUMULATOR,
         priority=40,
+        impl=f"{_KERNELS}:ScaledMmRow",
     ),
     Capability(
         # 1x128 activations by 128x128 weights: torch has it for Hopper only.
@@ -120,6 +123,7 @@ LINEAR = (
         requires=(TORCH,),
         accumulator="int32",
         priority=30,
+        impl=f"{_KERNELS}:IntMm",
     ),
 )
 

@@ -1,0 +1,163 @@
+"""Linear kernels over torch's own 8-bit matrix products."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
+from omniplat.layer import LayerSpec
+from omniplat.portable.quantize import why_not
+from omniplat.runtime.kernel import LinearKernel, Prepared
+from omniplat.runtime.tensors import WeightTensors
+from omniplat_cuda.kernels import ops as _ops  # registers the operators
+
+#: Roles that a layer of these kernels may have; `input_scale` is kept for static activations only.
+_ROLES = frozenset({"codes", "scale", "pre_scale", "input_scale", "bias"})
+#: Codes looked at in one step of the search for NaN.
+_SLICE = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class TorchConfig:
+    """`activation` is the input's TensorQuant as JSON."""
+
+    activation: str
+    out_features: int
+    in_features: int
+
+
+class _TorchLinear(LinearKernel[TorchConfig]):
+    """Buffers: `codes` [N, K], `scale` f32 [1, N] (or [1, 1]), `pre_scale` f32 [K] and `input_scale` f32 [1, 1]."""
+
+    config_type = TorchConfig
+    weights: ClassVar[tuple[str, ...]]
+    activations: ClassVar[tuple[str, ...]]
+    multiple: ClassVar[int]
+
+    def prepare(self, weight: WeightTensors, spec: LayerSpec) -> Prepared[TorchConfig]:
+        """Raises UnsupportedCombinationError for what the kernel's capability does not declare."""
+        activation = weight.scheme.activation
+        reason = self._refusal(weight)
+        if reason or activation is None:
+            raise UnsupportedCombinationError(
+                "cuda", spec.op, weight.scheme.id, [spec.name], [f"{self.name}  needs {reason}"]
+            )
+        tensors = {
+            "codes": self._codes(weight.tensors["codes"], spec),
+            "scale": weight.tensors["scale"].to(torch.float32).reshape(1, -1).contiguous(),
+        }
+        if activation.granularity == "tensor" and bool((tensors["scale"] == tensors["scale"][:, :1]).all()):
+            tensors["scale"] = tensors["scale"][:, :1].clone()
+        if "pre_scale" in weight.tensors:
+            tensors["pre_scale"] = weight.tensors["pre_scale"].to(torch.float32).reshape(-1).contiguous()
+        if not activation.dynamic:
+            if "input_scale" not in weight.tensors:
+                raise InvalidCheckpointError(f"{weight.scheme.activation_id} needs input_scale", key=spec.name)
+            tensors["input_scale"] = weight.tensors["input_scale"].to(torch.float32).reshape(1, 1)
+        config = TorchConfig(_ops.encode_quant(activation), weight.out_features, weight.in_features)
+        return Prepared(tensors, config)
+
+    def _refusal(self, weight: WeightTensors) -> str:
+        """What the kernel needs and `weight` does not have; "" where it runs."""
+        if weight.scheme.weight_id not in self.weights or weight.scheme.activation_id not in self.activations:
+            return f"{' or '.join(self.weights)} with {' or '.join(self.activations)}"
+        if weight.out_features % self.multiple or weight.in_features % self.multiple:
+            return f"multiples of {self.multiple} on both sides"
+        if weight.experts or not weight.tensors.keys() <= _ROLES:
+            return f"no roles but {', '.join(sorted(_ROLES))}"
+        return why_not(weight.scheme.activation)
+
+    @abstractmethod
+    def _codes(self, codes: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+        """The buffer of codes, contiguous [N, K]."""
+
+
+class _ScaledMm(_TorchLinear):
+    """fp8 e4m3 by fp8 e4m3 with `torch._scaled_mm`: scales f32 [M, 1] and [1, N], or one each.
+
+    Sums are kept in the 22 bits of the FP8 units ("fast accumulation"); a result is rounded once.
+    """
+
+    multiple: ClassVar[int] = 16
+
+    def apply(
+        self,
+        config: TorchConfig,
+        tensors: Mapping[str, torch.Tensor],
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        workspace: torch.Tensor | None,
+    ) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.omniplat.cuda_scaled_linear(
+            x,
+            tensors["codes"],
+            tensors["scale"],
+            tensors.get("pre_scale"),
+            tensors.get("input_scale"),
+            bias,
+            config.activation,
+            out_dtype,
+        )
+        return y
+
+    def _codes(self, codes: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+        stored = codes.contiguous().view(torch.uint8)
+        for part in torch.split(stored.reshape(-1), _SLICE):
+            if bool(((part & 0x7F) == 0x7F).any()):
+                raise InvalidCheckpointError("fp8_e4m3 weight holds NaN", key=spec.name)
+        return stored
+
+
+class ScaledMmTensor(_ScaledMm):
+    """One scale for the whole input, and for each part of the weight."""
+
+    name: ClassVar[str] = "scaled_mm_tensor"
+    weights: ClassVar[tuple[str, ...]] = ("fp8-tensor",)
+    activations: ClassVar[tuple[str, ...]] = ("fp8-tensor", "fp8-tensor-static")
+
+
+class ScaledMmRow(_ScaledMm):
+    """One scale per token and per row of the weight, either of which may be the same for all."""
+
+    name: ClassVar[str] = "scaled_mm_row"
+    weights: ClassVar[tuple[str, ...]] = ("fp8-tensor", "fp8-channel")
+    activations: ClassVar[tuple[str, ...]] = ("fp8-token", "fp8-tensor", "fp8-tensor-static")
+
+
+class IntMm(_TorchLinear):
+    """int8 by int8 with `torch._int_mm`, exact in int32, then scaled and rounded once. Few rows are padded to 17."""
+
+    name: ClassVar[str] = "int_mm"
+    multiple: ClassVar[int] = 8
+    weights: ClassVar[tuple[str, ...]] = ("int8-tensor", "int8-channel")
+    activations: ClassVar[tuple[str, ...]] = ("int8-token", "int8-tensor", "int8-tensor-static")
+
+    def apply(
+        self,
+        config: TorchConfig,
+        tensors: Mapping[str, torch.Tensor],
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        workspace: torch.Tensor | None,
+    ) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.omniplat.cuda_int_linear(
+            x,
+            tensors["codes"],
+            tensors["scale"],
+            tensors.get("pre_scale"),
+            tensors.get("input_scale"),
+            bias,
+            config.activation,
+            out_dtype,
+        )
+        return y
+
+    def _codes(self, codes: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+        return codes.contiguous().view(torch.int8)

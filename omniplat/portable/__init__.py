@@ -1,0 +1,1 @@
+"""Kernels in Triton that the backends of several vendors share, each beside a form in plain torch."""

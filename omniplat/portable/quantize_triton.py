@@ -1,0 +1,114 @@
+"""The Triton form of `quantize_rows`: one program per row reads it once and writes codes and scale.
+
+Codes are rounded on the bits and not by a conversion, so that the result is the same on devices that have fp8
+conversions, on those that have none, and under Triton's interpreter. Imports triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from omniplat.portable.quantize import divisor, least_scale
+from omniplat.scheme import TensorQuant
+
+
+def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among its own types
+    x,
+    pre,
+    given,
+    codes,
+    scales,
+    columns,
+    stride,
+    divided_by,
+    top,
+    least,
+    INTEGER: tl.constexpr,
+    PRE: tl.constexpr,
+    GIVEN: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    inside = k < columns
+    v = tl.load(x + row * stride + k, mask=inside, other=0.0).to(tl.float32)
+    if PRE:
+        v = v * tl.load(pre + k, mask=inside, other=0.0)
+    if GIVEN:
+        scale = tl.load(given)
+        multiplier = scale
+    else:
+        # As integers magnitudes have the same order, and NaN is above all of them: it is not lost.
+        magnitude = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        amax = tl.max(magnitude, axis=0).to(tl.float32, bitcast=True)
+        scale = tl.div_rn(amax, divided_by)
+        scale = tl.where(scale < least, least, scale)
+        tl.store(scales + row, scale)
+        multiplier = tl.div_rn(top, tl.where(amax == 0.0, 1.0, amax))
+    if RECIPROCAL:
+        scaled = v * multiplier
+    else:
+        scaled = tl.div_rn(v, tl.broadcast_to(tl.where(scale == 0.0, 1.0, scale), [BLOCK]))
+    scaled = tl.where(scale == 0.0, 0.0, scaled)
+    if INTEGER:
+        bounded = tl.where(scaled > 127.0, 127.0, tl.where(scaled < -128.0, -128.0, scaled))
+        # 1.5 * 2^23: its unit is 1, so that the sum is rounded to nearest even
+        whole = (bounded + 12582912.0) - 12582912.0
+        tl.store(codes + row * columns + k, whole.to(tl.int8), mask=inside)
+    else:
+        bits = scaled.to(tl.int32, bitcast=True)
+        sign = (bits >> 24) & 0x80
+        absolute = tl.abs(scaled)
+        bounded = tl.where(absolute > 448.0, 448.0, absolute)
+        pattern = bounded.to(tl.int32, bitcast=True)
+        normal = ((pattern + 0x7FFFF + ((pattern >> 20) & 1)) >> 20) - 960
+        # 2^14: its unit is 2^-9, the spacing of e4m3's subnormals
+        subnormal = (bounded + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(bounded < 0.015625, subnormal, normal)
+        code = tl.where(absolute != absolute, 0x7F, code) | sign
+        tl.store(codes + row * columns + k, code.to(tl.uint8), mask=inside)
+
+
+_KERNEL: Any = triton.jit(_rows)
+
+
+def quantize_rows(
+    x: torch.Tensor, quant: TensorQuant, pre_scale: torch.Tensor | None, given: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `omniplat.portable.quantize.quantize_rows`, for scales per token and static ones, in f32.
+
+    A static scale (`given`, f32 [1, 1]) is divided by, whatever the rule.
+    """
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows, columns = x.shape
+    integer = quant.is_integer
+    codes = torch.empty((rows, columns), dtype=torch.int8 if integer else torch.uint8, device=x.device)
+    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device) if given is None else given
+    block = triton.next_power_of_2(columns)
+    _KERNEL[(rows,)](
+        x,
+        scales if pre_scale is None else pre_scale,
+        scales,
+        codes,
+        scales,
+        columns,
+        x.stride(0),
+        divisor(quant),
+        127.0 if integer else 448.0,
+        least_scale(quant),
+        INTEGER=integer,
+        PRE=pre_scale is not None,
+        GIVEN=given is not None,
+        RECIPROCAL=given is None and quant.scale_rule == "absmax-reciprocal",
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),
+        # a product and a sum that become one operation would round once where the rule rounds twice
+        enable_fp_fusion=False,
+    )
+    return codes, scales
