@@ -104,7 +104,9 @@ def load_layers(planned: Planned, rank: Rank | None = None) -> Iterable[tuple[st
     from omniplat.runtime.kernel import Workspaces, load_kernel
     from omniplat.runtime.load import load_layer
     from omniplat.runtime.slicer import WHOLE
+    from omniplat.runtime.tensors import device_of
 
+    device = device_of(planned.plan.device.kind)
     workspaces = Workspaces()
     readers = {item.component.name: ShardReader(item.component.root) for item in planned.resolutions}
     for item in planned.layers:
@@ -115,7 +117,8 @@ def load_layers(planned: Planned, rank: Rank | None = None) -> Iterable[tuple[st
         kernel = load_kernel(item.capability.impl)
         name = f"{item.layer.component}/{item.layer.name}" if item.layer.component else item.layer.name
         reader = readers[item.layer.component]
-        yield name, item, load_layer(item.packed, kernel, reader, rank=rank or WHOLE, workspaces=workspaces)
+        layer = load_layer(item.packed, kernel, reader, rank=rank or WHOLE, device=device, workspaces=workspaces)
+        yield name, item, layer
 
 
 def require_files(checkpoint: str | os.PathLike[str]) -> None:

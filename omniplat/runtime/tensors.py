@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from omniplat.canonical import Array, CanonicalWeight
+from omniplat.errors import BackendUnavailableError
 from omniplat.scheme import Scheme
 
 #: NumPy dtypes that torch.from_numpy does not know -> (dtype of the same width that it knows, torch dtype).
@@ -46,6 +47,16 @@ class WeightTensors:
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+def device_of(kind: str) -> torch.device:
+    """Where a layer on a device of this kind lies; raises BackendUnavailableError where torch cannot use it here."""
+    device = torch.device({"rocm": "cuda"}.get(kind, kind))
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as exc:
+        raise BackendUnavailableError(kind, str(exc).partition("\n")[0]) from exc
+    return device
 
 
 def to_tensor(array: Array) -> torch.Tensor:
