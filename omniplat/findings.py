@@ -23,7 +23,10 @@ _CODES: dict[str, tuple[str, str]] = {
         "error",
         "declared and stored disagree; a warning where the tensors decide beyond doubt",
     ),
-    "missing-tensor": ("error", "a role that the scheme needs is in no shard"),
+    "missing-tensor": (
+        "error",
+        "a role that the scheme needs is in no shard; a warning for a KV cache's scales, which engines take as 1.0",
+    ),
     "index-names-absent-tensor": ("error", "the index lists a tensor that its shard lacks"),
     "unexpected-tensor": ("warning", "quantization tensors that no role explains"),
     "mixed-fused-shards": (

@@ -12,6 +12,7 @@ from omniplat.errors import InvalidCheckpointError, UnsupportedOptionError
 from omniplat.findings import Finding, finding
 from omniplat.formats.base import Format
 from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared
+from omniplat.formats.kv_cache import kv_cache_findings
 from omniplat.formats.markers import header_sources, marker_sources, part_of_component
 from omniplat.formats.matching import ModuleIndex
 from omniplat.formats.metadata import Fields, metadata_sources
@@ -50,6 +51,7 @@ def read_metadata(component: Component, formats: Sequence[Format], parts_of: Map
     except InvalidCheckpointError as exc:
         return Read(None, owner.name, (_unreadable(exc, component),), True)
     findings = [_unknown(other, component, formats) for other in unclaimed if "quant_method" in other.values]
+    findings += kv_cache_findings(source, component)
     for other, other_owner in claimed[1:]:
         conflict = _conflict(declaration, other, other_owner, component, parts_of)
         if conflict is not None:

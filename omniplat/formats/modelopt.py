@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from omniplat.errors import UnsupportedOptionError
 from omniplat.formats.base import literal_matcher
 from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Rule
+from omniplat.formats.kv_cache import declares_kv_cache
 from omniplat.formats.matching import Exact, Prefix, bounded_glob, glob
 from omniplat.formats.metadata import Fields
 from omniplat.scheme import Scheme, TensorQuant, parse_activation_id, parse_weight_id
@@ -67,6 +68,9 @@ class ModelOptFormat:
                 )
             rules += [_layer_rule(name, layer, parts_of) for name, layer in layers]
             default, default_key = NOT_QUANTIZED, "quantized_layers"
+        elif not algorithm and declares_kv_cache(fields):
+            # Only the cache is quantized.
+            default, default_key = NOT_QUANTIZED, "quant_algo=null"
         else:
             default, default_key = _declared(algorithm, fields, source), f"quant_algo={algorithm}"
         schemes = [default.scheme, *(rule.declared.scheme for rule in rules)]
