@@ -156,6 +156,14 @@ def test_reports_follow_their_schema(runs: Runs) -> None:
         jsonschema.validate(report, report_schema())
 
 
+def test_committed_reports_verify_only_what_ran_there() -> None:
+    for report in committed_reports():
+        for entry in report["capabilities"]:
+            if entry["evidence"].startswith("verified"):
+                assert entry["obstacle"] == ""
+                assert not entry["archs"] or report["device"]["arch"] in entry["archs"]
+
+
 def test_committed_reports_prove_what_is_declared() -> None:
     """The cpu backend's report is a success without a skip, and speaks of the capabilities as they are now."""
     reports = committed_reports()
