@@ -94,6 +94,11 @@ def make_plan(
     resolutions: list[Resolution] = []
     if target.is_default:
         findings.append(finding("device-default", target.reason))
+    for name in checkpoint.missing_components:
+        message = f"model_index.json lists {name}, and there is no such folder: nothing of it is planned"
+        findings.append(
+            finding("index-names-absent-tensor", message, severity="warning", component=name, file="model_index.json")
+        )
     for part in checkpoint.components:
         if component is not None and part.name != component:
             continue

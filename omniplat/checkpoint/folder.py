@@ -73,12 +73,13 @@ class Checkpoint:
     """A folder, one file or a repository of the Hub, and its components.
 
     `path` is the id of a repository and `revision` its commit, "" for files on disk. `absent_components` are listed
-    as null in model_index.json.
+    as null in model_index.json, `missing_components` with a class but have no folder.
     """
 
     path: Path
     components: tuple[Component, ...]
     absent_components: tuple[str, ...] = field(default=())
+    missing_components: tuple[str, ...] = field(default=())
     revision: str = ""
 
 
@@ -168,11 +169,13 @@ def _open_component(source: Source, name: str, *, only_shard: str = "", gguf: tu
     return Component(name, source.root, config_file, config, files, tensors, metadata, tuple(shards), absent, source)
 
 
-def _pipeline_components(source: Source, names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Component folders that hold safetensors, and components that model_index.json lists as null."""
+def _pipeline_components(source: Source, names: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
+    """Component folders that hold safetensors, components that model_index.json lists as null, and those without a
+    folder."""
     index = _read_config(source, "model_index.json")
     present: list[str] = []
     absent: list[str] = []
+    missing: list[str] = []
     for key, value in index.items():
         if key.startswith("_") or not isinstance(value, list):
             continue
@@ -182,7 +185,9 @@ def _pipeline_components(source: Source, names: Iterable[str]) -> tuple[list[str
             absent.append(key)
         elif key in names and _has_shards(source, key):
             present.append(key)
-    return present, absent
+        elif key not in names:
+            missing.append(key)
+    return present, absent, missing
 
 
 def _has_shards(source: Source, folder: str = "") -> bool:
@@ -228,8 +233,9 @@ def open_source(source: Source, revision: str = "") -> Checkpoint:
     names = source.names()
     where = str(source.root)
     absent: list[str] = []
+    missing: list[str] = []
     if "model_index.json" in names:
-        present, absent = _pipeline_components(source, names)
+        present, absent, missing = _pipeline_components(source, names)
         if not present:
             raise InvalidCheckpointError("no listed component holds safetensors", file="model_index.json")
         components = tuple(_open_component(source, name) for name in present)
@@ -242,7 +248,7 @@ def open_source(source: Source, revision: str = "") -> Checkpoint:
                 "not found, and no file or tensor describes the quantization", file="config.json"
             )
         components = (component,)
-    return Checkpoint(source.root, components, tuple(absent), revision)
+    return Checkpoint(source.root, components, tuple(absent), tuple(missing), revision)
 
 
 def _without_shards(source: Source, names: Sequence[str], where: str) -> tuple[Component, ...]:

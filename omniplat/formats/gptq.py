@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from omniplat.errors import UnsupportedOptionError
 from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Rule
-from omniplat.formats.matching import AnyOf, Matcher, Pattern, Segments, compile_regex
+from omniplat.formats.matching import AnyOf, Exact, Matcher, Pattern, Segments, compile_regex
 from omniplat.formats.metadata import Fields
 from omniplat.scheme import Scheme, TensorQuant
 
@@ -41,6 +41,9 @@ class GptqFormat:
             pattern = Pattern(compile_regex(text, file=source.file, key=override.key), "match")
             declared = NOT_QUANTIZED if skip else replace(default, scheme=_scheme(override, source))
             rules.append(Rule(f"dynamic[{key!r}]", "dynamic", text, pattern, pattern, pattern, declared, rank=index))
+        if source.values.get("lm_head") is False:
+            head = Exact("lm_head")
+            rules.append(Rule("lm_head", "lm_head", "lm_head", head, head, head, NOT_QUANTIZED, len(rules), False))
         listed = _listed(source)
         return Declaration(
             self.name,

@@ -7,10 +7,10 @@ what the headers show is taken. Where readings differ, or none agrees, a finding
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from omniplat.checkpoint.folder import Component
+from omniplat.checkpoint.folder import MAX_METADATA_TENSOR_BYTES, Component
 from omniplat.checkpoint.modules import Module, group_modules
 from omniplat.errors import UnsupportedOptionError
 from omniplat.findings import Finding, finding
@@ -19,7 +19,7 @@ from omniplat.formats.detect import Read, unusable
 from omniplat.formats.idle import idle_findings
 from omniplat.formats.matching import ModuleIndex
 from omniplat.formats.notes import Notes
-from omniplat.formats.recognise import QUANT_LEAVES, SHAPE_LEAF, Stored, recognise, small_values
+from omniplat.formats.recognise import CODE_SCALES, CODES, QUANT_LEAVES, SHAPE_LEAF, Stored, recognise, small_values
 from omniplat.formats.resolved import DecidedBy, ResolvedModule
 from omniplat.models.family import has_suffix
 from omniplat.models.names import is_embedding, is_norm, keeps_float
@@ -56,10 +56,10 @@ def resolve_component(component: Component, read: Read, floats: tuple[str, ...] 
     modules = group_modules(component.tensors.values())
     index = ModuleIndex(modules)
     try:
-        resolver = _Resolver(component, read, index, floats)
+        resolver = _Resolver(component, read, modules, index, floats)
     except UnsupportedOptionError as exc:
         read = unusable(read, exc, component)
-        resolver = _Resolver(component, read, index, floats)
+        resolver = _Resolver(component, read, modules, index, floats)
     resolved = [item for module in modules.values() if (item := resolver.resolve(module)) is not None]
     findings = (*read.findings, *_absent_tensors(component), *resolver.findings())
     return Resolution(component, read.format, tuple(sorted(resolved, key=lambda m: m.name)), findings, index)
@@ -84,8 +84,16 @@ def _absent_tensors(component: Component) -> list[Finding]:
 class _Resolver:
     """State of one component's resolution: rule hits by reading, recognised signatures, collected notes."""
 
-    def __init__(self, component: Component, read: Read, index: ModuleIndex, floats: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        component: Component,
+        read: Read,
+        modules: Mapping[str, Module],
+        index: ModuleIndex,
+        floats: tuple[str, ...],
+    ) -> None:
         self._component = component
+        self._modules = modules
         self._floats = floats
         self._declaration = read.declaration
         self._has_metadata = read.has_metadata
@@ -97,6 +105,7 @@ class _Resolver:
         # Rules hold their Declared for as long as the resolver lives, so an id names one.
         self._agreeing: dict[tuple[int, tuple[int, ...]], tuple[Stored | None, ...]] = {}
         self._hits: dict[str, dict[str, frozenset[str]]] = {}
+        self._confirmed: dict[str, bool] = {}
         self._assigned: dict[str, dict[str, Rule]] = {reading: {} for reading in READINGS}
         self._scope: frozenset[str] | None = None
         self._unlisted: frozenset[str] = frozenset()
@@ -172,7 +181,7 @@ class _Resolver:
     def _recognise_with_shape(self, module: Module, hint: Declared | None) -> Stored | None:
         """Once more with the true shape that the module states, where headers alone led to a contradiction."""
         shape = module.leaves.get(SHAPE_LEAF)
-        if shape is None:
+        if shape is None or shape.nbytes > MAX_METADATA_TENSOR_BYTES:
             return self._recognise(module, hint)
         small = dict(small_values(module.leaves, self._component.read_small))
         return recognise(module.leaves, hint, small | {SHAPE_LEAF: self._component.read_small(shape)})
@@ -222,18 +231,46 @@ class _Resolver:
                     self._note_reading(module.name, options[0][1], choice)
                     return choice
         declared, rule_of_producer = options[0]
-        hints = [option for option, _ in options if option.quantizes]
         default = self._declaration.default if self._declaration is not None else NOT_QUANTIZED
-        hint = next(iter(hints), default if default.quantizes else None)
-        stored = self._recognise_with_shape(module, hint)
-        assert stored is not None
+        if rule_of_producer is not None and default.quantizes and self._is_confirmed(rule_of_producer):
+            # The rule is meant for others: this module is what it would be without it.
+            agreed = self._agreed(module, default)
+            if agreed is not None and agreed.complete:
+                self._note_overreach(module.name, rule_of_producer)
+                return _Choice(_settled(default, agreed), None, READINGS[0], agreed, True)
+        hints = [option for option, _ in options if option.quantizes]
+        stored = self._as_hinted(module, next(iter(hints), default if default.quantizes else None))
         return _Choice(declared, rule_of_producer, READINGS[0], stored, _agrees(declared, stored))
+
+    def _as_hinted(self, module: Module, hint: Declared | None) -> Stored:
+        """The module in the light of a declaration. Where that is about another weight, so is its activation, and the
+        scales of that are not missing."""
+        stored = self._recognise_with_shape(module, hint)
+        assert stored is not None  # a module that has a matrix has one under every hint
+        if hint is None or stored.complete or _agrees(hint, stored):
+            return stored
+        bare = self._recognise_with_shape(module, replace(hint, scheme=hint.scheme.with_activation(None)))
+        return bare if bare is not None and bare.complete else stored
+
+    def _is_confirmed(self, rule: Rule) -> bool:
+        """True where some module that the rule names is what the rule says."""
+        if rule.key not in self._confirmed:
+            named = (self._modules[name] for name in sorted(self._hits[rule.key][READINGS[0]]))
+            self._confirmed[rule.key] = any(self._is_as_declared(module, rule.declared) for module in named)
+        return self._confirmed[rule.key]
+
+    def _is_as_declared(self, module: Module, declared: Declared) -> bool:
+        stored = self._recognise(module, declared)
+        return stored is not None and _agrees(declared, stored)
+
+    def _note_overreach(self, name: str, rule: Rule) -> None:
+        fix = "end the entry where the module's name ends"
+        self._notes.add(name, "rule-overreach", file=self._file, rule=rule.key, fix=fix)
 
     def _note_reading(self, name: str, rule: Rule | None, choice: _Choice) -> None:
         """One reading disagrees with the headers where another agrees: too wide, or not understood."""
         if rule is not None and rule is not choice.rule and name not in self._hits[rule.key]["literal"]:
-            fix = "end the entry where the module's name ends"
-            self._notes.add(name, "rule-overreach", file=self._file, rule=rule.key, fix=fix)
+            self._note_overreach(name, rule)
             return
         blamed = choice.rule or rule
         if blamed is not None:
@@ -297,7 +334,9 @@ class _Resolver:
 
     def _note_orphans(self, module: Module) -> None:
         orphans = tuple(leaf for leaf in module.leaves if leaf in QUANT_LEAVES)
-        if orphans:
+        if not CODE_SCALES.isdisjoint(orphans) and CODES.isdisjoint(module.leaves):
+            self._notes.add(module.name, "missing-tensor", detail="weight")
+        elif orphans:
             self._notes.add(module.name, "unexpected-tensor", detail=", ".join(orphans))
 
     # -- results ------------------------------------------------------------------------------------

@@ -48,9 +48,13 @@ def skip_rules(source: Fields, names: tuple[str, ...], parts_of: PartsOf) -> tup
     )
 
 
+#: Output heads: of language models, DeepSeek's own name for it, and the one of multi-token prediction.
+OUTPUT_HEADS: Matcher = AnyOf((Suffix("lm_head"), Suffix("shared_head.head"), Exact("head")))
+
+
 def unlisted_head(rules: tuple[Rule, ...]) -> Matcher | None:
     """The output head, which transformers leaves out when it is given no list of modules to leave out."""
-    return None if rules else Suffix("lm_head")
+    return None if rules else OUTPUT_HEADS
 
 
 def substring_rules(source: Fields, names: tuple[str, ...], parts_of: PartsOf) -> tuple[Rule, ...]:

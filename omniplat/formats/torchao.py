@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Rule
-from omniplat.formats.matching import Exact, Matcher, Pattern, Suffix, compile_regex
+from omniplat.formats.matching import Exact, Matcher, Pattern, compile_regex
 from omniplat.formats.metadata import Fields
-from omniplat.formats.skiplists import named, segment_rules
+from omniplat.formats.skiplists import OUTPUT_HEADS, named, segment_rules
 from omniplat.formats.torchao_config import declared_by, declared_by_name
 
 #: Configurations that hold one configuration for each module, and the keys under which they hold them.
@@ -47,7 +47,7 @@ class TorchAoFormat:
     def _declaration(self, source: Fields, default: Declared, rules: tuple[Rule, ...], key: str) -> Declaration:
         # The head and the embedding are left out without being listed unless this is set.
         whole = source.boolean("include_input_output_embeddings", False)
-        unlisted = None if whole else Suffix("lm_head")
+        unlisted = None if whole else OUTPUT_HEADS
         return Declaration(self.name, source.file, default, rules, default_key=key, unlisted=unlisted)
 
 

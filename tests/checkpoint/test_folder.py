@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from omniplat import plan
 from omniplat.checkpoint.folder import MAX_METADATA_TENSOR_BYTES, open_checkpoint
 from omniplat.errors import InvalidCheckpointError
 from tests.support.checkpoints import bf16, write_checkpoint, write_shard
@@ -64,7 +65,17 @@ def test_a_pipeline_has_one_component_per_folder_and_knows_the_null_ones(tmp_pat
     assert [c.name for c in opened.components] == ["transformer", "transformer_2"]
     assert [c.config["name"] for c in opened.components] == ["transformer", "transformer_2"]
     assert opened.absent_components == ("image_encoder",)
+    assert opened.missing_components == ()
     assert opened.components[0].path_of("config.json") == "transformer/config.json"
+
+
+def test_a_listed_component_without_a_folder_is_said(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "transformer", {}, TENSORS)
+    listed = {"transformer": ["diffusers", "T"], "transformer_2": ["diffusers", "T"], "vae": [None, None]}
+    (tmp_path / "model_index.json").write_text(json.dumps(listed))
+    assert open_checkpoint(tmp_path).missing_components == ("transformer_2",)
+    found = [item for item in plan(tmp_path, device="cpu").findings if item.code == "index-names-absent-tensor"]
+    assert [(item.severity, item.component) for item in found] == [("warning", "transformer_2")]
 
 
 def test_one_file(tmp_path: Path) -> None:

@@ -27,6 +27,12 @@ QUANT_LEAVES = frozenset(
         *("_weight_qdata", "_weight_scale", "weight._data", "weight._scale", "weight:qdata", "weight:_data"),
     }
 )
+#: Leaves that hold a module's own numbers, where they are one tensor of a common name.
+CODES = frozenset({"weight", "weight_packed", "qweight"})
+#: Those that scale codes: where they are, codes must be.
+CODE_SCALES = frozenset(
+    {"weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "scales", "qzeros", "weight.absmax"}
+)
 
 Leaves = Mapping[str, TensorInfo]
 
@@ -139,7 +145,8 @@ class Draft:
             self.take("input_global_scale", "input_global_scale", "input_scale", "input_scale_2", required=True)
             return
         static = activation is not None and not activation.dynamic
-        self.take("input_scale", "input_scale", "scale_input", required=static)
+        if static or activation is None:  # of a dynamic activation it would explain nothing
+            self.take("input_scale", "input_scale", "scale_input", required=static)
         asymmetric = activation is not None and not activation.symmetric
         self.take("input_zero_point", "input_zero_point", "input_offset", required=static and asymmetric)
         self.take("input_global_scale", "input_global_scale")
