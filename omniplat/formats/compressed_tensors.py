@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from omniplat.errors import UnsupportedOptionError
+from omniplat.formats import compressed_presets
 from omniplat.formats.base import expand_fused, literal_matcher
 from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Refusal, Rule
 from omniplat.formats.matching import (
@@ -50,6 +51,7 @@ class CompressedTensorsFormat:
         return method in ("compressed-tensors", "sparseml")
 
     def read(self, source: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> Declaration:
+        written, source = source, compressed_presets.spelled_out(source)
         overall = source.string("format")
         _check_format(overall, source)
         sparsity = source.child("sparsity_config")
@@ -63,13 +65,17 @@ class CompressedTensorsFormat:
             rules.append(_ignore_rule(entry, position, source, parts_of))
         for group, fields in source.children("config_groups"):
             _check_format(fields.string("format", overall), fields)
-            declared = Declared(_scheme(fields))
+            is_open = compressed_presets.is_open(group, written)
+            declared = Declared(_scheme(fields), open_granularity=is_open)
             for target in fields.strings("targets"):
                 key = f"config_groups.{group}.targets[{target!r}]"
                 if target in _LINEAR_CLASSES:
                     default, default_key = declared, key
                 else:
                     rule = _target_rule(key, target, declared, fields, parts_of)
+                    if not declared.quantizes:
+                        # Without weights it speaks of attention and what goes into its cache: no matrix has that name.
+                        rule = replace(rule, must_hit=False)
                     (patterns if target.startswith("re:") else rules).append(rule)
         # Of several patterns that match, the producer takes the first in alphabetical order.
         rules += sorted(patterns, key=lambda rule: rule.text)

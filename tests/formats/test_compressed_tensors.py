@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from omniplat.formats.compressed_presets import PRESETS
 from tests.support.checkpoints import bf16, fp8_channel, int4_packed, mxfp4, mxfp8
 from tests.support.resolving import codes, only, resolve, schemes
 
@@ -180,10 +181,8 @@ def test_one_target_in_two_groups_is_decided_by_the_tensors(tmp_path: Path) -> N
 def test_a_missing_role_is_an_error(tmp_path: Path, missing: str, status: str) -> None:
     tensors = {k: v for k, v in int4_packed("m", 64, 64, 64).items() if not k.endswith(missing)}
     found = resolve(tmp_path, config(group(["Linear"], INT4)), {**tensors, **int4_packed("n", 64, 64, 64)})
-    if status == "gone":
-        assert only(found, "unexpected-tensor").modules == ("m",)
-    else:
-        assert only(found, "missing-tensor").modules == ("m",)
+    assert only(found, "missing-tensor").modules == ("m",)
+    if status != "gone":
         assert schemes(found)["m"].endswith("invalid")
     assert schemes(found)["n"] == "int4-g64/a16"
 
@@ -329,3 +328,45 @@ def test_quantized_inputs_of_unquantized_weights_are_refused(tmp_path: Path, tar
     found = resolve(tmp_path, config(only_inputs, ignore=("lm_head",)), tensors)
     assert {name for name, scheme in schemes(found).items() if "unsupported" in scheme} == refused
     assert "unquantized weights" in only(found, "unsupported-option").message
+
+
+@pytest.mark.parametrize(
+    ("preset", "tensors", "scheme"),
+    [
+        ("FP8_DYNAMIC", fp8_channel("m", 64, 64), "fp8-channel/fp8-token"),
+        ("fp8_dynamic", fp8_channel("m", 64, 64), "fp8-channel/fp8-token"),
+        ("W4A16", int4_packed("m", 64, 256, 128), "int4-g128/a16"),
+        ("W8A8", {"m.weight": ("I8", (64, 64)), "m.weight_scale": ("BF16", (64, 1))}, "int8-channel/int8-token"),
+        ("W8A16", {"m.weight": ("I8", (64, 64)), "m.weight_scale": ("BF16", (64, 1))}, "int8-channel/a16"),
+        ("W8A16", {"m.weight": ("I8", (64, 256)), "m.weight_scale": ("BF16", (64, 2))}, "int8-g128/a16"),
+        ("MXFP4", mxfp4("m", 64, 64), "mxfp4/mxfp4"),
+        ("MXFP8A16", mxfp8("m", 64, 64), "mxfp8/a16"),
+        ("UNQUANTIZED", {"m.weight": bf16(64, 64)}, "bf16/a16"),
+    ],
+)
+def test_a_preset_that_lists_its_targets(tmp_path: Path, preset: str, tensors: Any, scheme: str) -> None:
+    found = resolve(tmp_path, {"quant_method": "compressed-tensors", "config_groups": {preset: ["Linear"]}}, tensors)
+    assert schemes(found) == {"m": scheme}
+    assert codes(found) == []
+
+
+def test_every_preset_is_a_scheme(tmp_path: Path) -> None:
+    for name in PRESETS:
+        config = {"quant_method": "compressed-tensors", "config_groups": {name: ["re:.*proj$"]}}
+        found = resolve(tmp_path / name, config, {"head.weight": bf16(64, 64)})
+        assert not {"unsupported-option", "metadata-unreadable"} & set(codes(found)), name
+
+
+def test_a_list_under_another_name_is_no_preset(tmp_path: Path) -> None:
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": ["Linear"]}}
+    problem = only(resolve(tmp_path, config, fp8_channel("m", 64, 64)), "unsupported-option")
+    assert problem.where.rule == "quantization_config.config_groups.group_0"
+    assert "'group_0'" in problem.message
+
+
+@pytest.mark.parametrize("inputs", [None, args(8, "float", "tensor")])
+def test_groups_of_attention_name_no_matrix(tmp_path: Path, inputs: Any) -> None:
+    attention = {"targets": ["re:.*self_attn$", "Qwen3Attention"], "weights": None, "input_activations": inputs}
+    found = resolve(tmp_path, config(LINEAR_FP8, attention), fp8_channel("a.self_attn.q_proj", 64, 64))
+    assert schemes(found) == {"a.self_attn.q_proj": "fp8-channel/fp8-token"}
+    assert codes(found) == []
