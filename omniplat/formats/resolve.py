@@ -14,6 +14,7 @@ from omniplat.checkpoint.folder import MAX_METADATA_TENSOR_BYTES, Component
 from omniplat.checkpoint.modules import Module, group_modules
 from omniplat.errors import UnsupportedOptionError
 from omniplat.findings import Finding, finding
+from omniplat.formats.agreement import agrees, hint_from_headers, settled, stored_id
 from omniplat.formats.declared import NOT_QUANTIZED, READINGS, Declaration, Declared, Refusal, Rule
 from omniplat.formats.detect import Read, unusable
 from omniplat.formats.idle import idle_findings
@@ -206,7 +207,7 @@ class _Resolver:
         declared, rule = options[position]
         stored = agreed[position]
         assert stored is not None
-        choice = _Choice(_settled(declared, stored), rule, READINGS[position], stored, True)
+        choice = _Choice(settled(declared, stored), rule, READINGS[position], stored, True)
         for (_, other), agreement in zip(options, agreed, strict=True):
             if agreement is None:
                 self._note_reading(module.name, other, choice)
@@ -218,7 +219,7 @@ class _Resolver:
         """The module as its headers show it in the light of `declared`; None where they show something else."""
         stored = self._recognise(module, declared)
         assert stored is not None  # a module that has a matrix has one under every hint
-        return stored if _agrees(declared, stored) else None
+        return stored if agrees(declared, stored) else None
 
     def _contradicted(self, module: Module, options: Sequence[tuple[Declared, Rule | None]]) -> _Choice:
         """No reading agrees with the headers. Another rule that names the module may; else the producer's is kept,
@@ -227,7 +228,7 @@ class _Resolver:
             if any(module.name in hits for hits in self._hits[rule.key].values()):
                 agreed = self._agreed(module, rule.declared)
                 if agreed is not None and rule.declared.quantizes:
-                    choice = _Choice(_settled(rule.declared, agreed), rule, READINGS[-1], agreed, True)
+                    choice = _Choice(settled(rule.declared, agreed), rule, READINGS[-1], agreed, True)
                     self._note_reading(module.name, options[0][1], choice)
                     return choice
         declared, rule_of_producer = options[0]
@@ -237,17 +238,17 @@ class _Resolver:
             agreed = self._agreed(module, default)
             if agreed is not None and agreed.complete:
                 self._note_overreach(module.name, rule_of_producer)
-                return _Choice(_settled(default, agreed), None, READINGS[0], agreed, True)
+                return _Choice(settled(default, agreed), None, READINGS[0], agreed, True)
         hints = [option for option, _ in options if option.quantizes]
         stored = self._as_hinted(module, next(iter(hints), default if default.quantizes else None))
-        return _Choice(declared, rule_of_producer, READINGS[0], stored, _agrees(declared, stored))
+        return _Choice(declared, rule_of_producer, READINGS[0], stored, agrees(declared, stored))
 
     def _as_hinted(self, module: Module, hint: Declared | None) -> Stored:
         """The module in the light of a declaration. Where that is about another weight, so is its activation, and the
         scales of that are not missing."""
         stored = self._recognise_with_shape(module, hint)
         assert stored is not None  # a module that has a matrix has one under every hint
-        if hint is None or stored.complete or _agrees(hint, stored):
+        if hint is None or stored.complete or agrees(hint, stored):
             return stored
         bare = self._recognise_with_shape(module, replace(hint, scheme=hint.scheme.with_activation(None)))
         return bare if bare is not None and bare.complete else stored
@@ -261,7 +262,7 @@ class _Resolver:
 
     def _is_as_declared(self, module: Module, declared: Declared) -> bool:
         stored = self._recognise(module, declared)
-        return stored is not None and _agrees(declared, stored)
+        return stored is not None and agrees(declared, stored)
 
     def _note_overreach(self, name: str, rule: Rule) -> None:
         fix = "end the entry where the module's name ends"
@@ -311,9 +312,9 @@ class _Resolver:
                 return
             message = f"declared {declared.scheme.id}, stored in 16 or 32 bit: unquantized"
         elif not declared.quantizes:
-            message = f"declared unquantized, stored {_stored_id(stored)}: quantized"
+            message = f"declared unquantized, stored {stored_id(stored)}: quantized"
         else:
-            message = f"declared {declared.scheme.weight_id}, stored {_stored_id(stored)}: the tensors decide"
+            message = f"declared {declared.scheme.weight_id}, stored {stored_id(stored)}: the tensors decide"
         self._note_contradiction("warning", message, name, choice)
 
     def _note_contradiction(self, severity: str, message: str, name: str, choice: _Choice) -> None:
@@ -342,14 +343,14 @@ class _Resolver:
     # -- results ------------------------------------------------------------------------------------
 
     def _from_headers(self, module: Module, stored: Stored) -> ResolvedModule:
-        hint = _hint_from_headers(module, stored)
+        hint = hint_from_headers(module, stored)
         # a hint that only repeats what was seen is no metadata: it must not settle what headers leave open
         if hint is not None and not stored.unsupported:
             stored = self._recognise(module, hint) or stored
         choice = _Choice(hint or NOT_QUANTIZED, None, "", stored, True)
         problems = self._note_state(module, choice)
         if stored.quantized and stored.weight is not None:
-            self._notes.add(module.name, "inferred-from-headers", detail=_stored_id(stored))
+            self._notes.add(module.name, "inferred-from-headers", detail=stored_id(stored))
         return self._build(module, choice, problems)
 
     def _build(self, module: Module, choice: _Choice, problems: tuple[str, ...]) -> ResolvedModule:
@@ -407,7 +408,7 @@ class _Resolver:
         if choice.declared.quantizes and (choice.agrees or not choice.stored.complete):
             return choice.declared.scheme.activation
         default = self._declaration.default if self._declaration is not None else NOT_QUANTIZED
-        same = default.quantizes and choice.stored.weight is not None and _agrees(default, choice.stored)
+        same = default.quantizes and choice.stored.weight is not None and agrees(default, choice.stored)
         return default.scheme.activation if same else None
 
     def findings(self) -> list[Finding]:
@@ -422,49 +423,6 @@ class _Resolver:
     @property
     def _file(self) -> str:
         return self._declaration.file if self._declaration is not None else ""
-
-
-def _agrees(declared: Declared, stored: Stored) -> bool:
-    """True when the headers show what is declared."""
-    if not declared.quantizes:
-        return not stored.quantized
-    if declared.open_granularity and stored.quantized and stored.weight is not None:
-        weight = declared.scheme.weight
-        return (stored.weight.element, stored.weight.second_scale) == (weight.element, weight.second_scale)
-    return stored.quantized and stored.weight is not None and _stored_id(stored) == declared.scheme.weight_id
-
-
-def _settled(declared: Declared, stored: Stored) -> Declared:
-    """`declared`, with what the metadata leaves to the tensors: the granularity, and whether the input is quantized.
-
-    A static activation whose scale may be missing is none where it is missing.
-    """
-    if declared.open_granularity and stored.weight is not None:
-        scheme = replace(declared.scheme, weight=stored.weight)
-        declared = replace(declared, scheme=scheme, open_granularity=False)
-    activation = declared.scheme.activation
-    if activation is not None and declared.missing_ok:
-        role = "input_global_scale" if activation.second_scale == "global" else "input_scale"
-        is_static = activation.second_scale == "global" or not activation.dynamic
-        if is_static and role in declared.missing_ok and role not in stored.leaves:
-            return replace(declared, scheme=declared.scheme.with_activation(None))
-    return declared
-
-
-def _stored_id(stored: Stored) -> str:
-    return Scheme(stored.weight).weight_id if stored.weight is not None else "something unknown"
-
-
-def _hint_from_headers(module: Module, stored: Stored) -> Declared | None:
-    """Activation that scales beside the weight imply, where there is no metadata to ask."""
-    if stored.weight is None or not stored.quantized or stored.problem:
-        return None
-    scheme = Scheme(stored.weight)
-    if stored.weight.second_scale == "global" and {"input_scale", "input_global_scale"} & module.leaves.keys():
-        scheme = Scheme.parse(f"{scheme.weight_id}/nvfp4")
-    elif stored.weight.element == "fp8_e4m3" and {"input_scale", "scale_input"} & module.leaves.keys():
-        scheme = Scheme.parse(f"{scheme.weight_id}/fp8-tensor-static")
-    return Declared(scheme)
 
 
 def _unambiguous(rule: Rule) -> str:
