@@ -66,7 +66,7 @@ class CompressedTensorsFormat:
         for group, fields in source.children("config_groups"):
             _check_format(fields.string("format", overall), fields)
             is_open = compressed_presets.is_open(group, written)
-            declared = Declared(_scheme(fields), open_granularity=is_open)
+            declared = Declared(_scheme(fields), act_order=_act_order(fields), open_granularity=is_open)
             for target in fields.strings("targets"):
                 key = f"config_groups.{group}.targets[{target!r}]"
                 if target in _LINEAR_CLASSES:
@@ -212,6 +212,17 @@ def _scheme(group: Fields) -> Scheme:
     weight = _weight(weights)
     inputs = group.child("input_activations")
     return Scheme(weight, _activation(inputs) if inputs is not None else None)
+
+
+def _act_order(group: Fields) -> bool:
+    """True where columns are in groups of an order of their own. Ordered by "weight", or "static", they are not."""
+    weights = group.child("weights")
+    stated = weights.values.get("actorder") if weights is not None else None
+    if weights is None or stated is None or isinstance(stated, bool):
+        return bool(stated)
+    if weights.string("actorder").lower() not in ("group", "dynamic", "weight", "static"):
+        raise _unknown(weights, "actorder", stated)
+    return weights.string("actorder").lower() in ("group", "dynamic")
 
 
 def _unknown(args: Fields, name: str, found: object) -> UnsupportedOptionError:

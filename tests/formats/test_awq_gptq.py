@@ -110,3 +110,21 @@ def test_legacy_gptq_and_layouts_of_one_kernel(tmp_path: Path) -> None:
     for key, value in (("is_marlin_format", True), ("pack_dtype", "int16"), ("checkpoint_format", "marlin")):
         refused = resolve(tmp_path / key, {**GPTQ, key: value}, gptq("m", 64, 128, 4, 64))
         assert only(refused, "unsupported-option").where.rule.endswith(key)
+
+
+@pytest.mark.parametrize(
+    ("change", "needed"), [({"desc_act": True}, True), ({"desc_act": False}, False), ({"desc_act": None}, False)]
+)
+def test_an_order_of_groups_must_be_stored(tmp_path: Path, change: Any, needed: bool) -> None:
+    tensors = gptq("m", 64, 128, 4, 64)
+    found = resolve(tmp_path / "absent", {**GPTQ, **change}, tensors)
+    assert codes(found) == (["missing-tensor"] if needed else [])
+    assert schemes(found) == {"m": "int4-g64/a16 invalid" if needed else "int4-g64/a16"}
+    assert not needed or only(found, "missing-tensor").message.startswith("m.g_idx is in no shard")
+    found = resolve(tmp_path / "present", {**GPTQ, **change}, {**tensors, "m.g_idx": ("I32", (128,))})
+    assert (schemes(found), codes(found)) == ({"m": "int4-g64/a16"}, [])
+
+
+def test_one_group_has_no_order(tmp_path: Path) -> None:
+    found = resolve(tmp_path, {**GPTQ, "desc_act": True, "group_size": -1}, gptq("m", 64, 128, 4, 128))
+    assert (schemes(found), codes(found)) == ({"m": "int4-channel/a16"}, [])

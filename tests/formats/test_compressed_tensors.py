@@ -370,3 +370,28 @@ def test_groups_of_attention_name_no_matrix(tmp_path: Path, inputs: Any) -> None
     found = resolve(tmp_path, config(LINEAR_FP8, attention), fp8_channel("a.self_attn.q_proj", 64, 64))
     assert schemes(found) == {"a.self_attn.q_proj": "fp8-channel/fp8-token"}
     assert codes(found) == []
+
+
+@pytest.mark.parametrize("order", ["group", "dynamic", "GROUP", True])
+def test_an_order_of_groups_must_be_stored(tmp_path: Path, order: Any) -> None:
+    declared = config(group(["Linear"], {**INT4, "actorder": order}))
+    tensors = int4_packed("m", 64, 128, 64)
+    found = resolve(tmp_path / "absent", declared, tensors)
+    assert only(found, "missing-tensor").message.startswith("m.weight_g_idx is in no shard")
+    assert schemes(found) == {"m": "int4-g64/a16 invalid"}
+    found = resolve(tmp_path / "present", declared, {**tensors, "m.weight_g_idx": ("I32", (128,))})
+    assert (schemes(found), codes(found)) == ({"m": "int4-g64/a16"}, [])
+
+
+@pytest.mark.parametrize("order", [None, "static", "weight", False])
+def test_other_orders_need_no_tensor(tmp_path: Path, order: Any) -> None:
+    declared = config(group(["Linear"], {**INT4, "actorder": order}))
+    found = resolve(tmp_path, declared, int4_packed("m", 64, 128, 64))
+    assert (schemes(found), codes(found)) == ({"m": "int4-g64/a16"}, [])
+
+
+@pytest.mark.parametrize(("order", "code"), [("columns", "unsupported-option"), (3, "metadata-unreadable")])
+def test_an_order_that_is_not_known(tmp_path: Path, order: Any, code: str) -> None:
+    declared = config(group(["Linear"], {**INT4, "actorder": order}))
+    problem = only(resolve(tmp_path, declared, int4_packed("m", 64, 128, 64)), code)
+    assert problem.where.rule == "quantization_config.config_groups.group_0.weights.actorder"

@@ -21,13 +21,19 @@ def shape_is_needed(leaves: Leaves) -> bool:
     return groups <= 1 or packed.shape[1] % groups != 0
 
 
+def _order_is_needed(draft: Draft) -> bool:
+    """True where columns belong to groups in an order of the module's own, which nothing but a tensor can tell."""
+    hinted = draft.hinted
+    return draft.hint is not None and draft.hint.act_order and hinted is not None and hinted.granularity == "group"
+
+
 def packed_words(draft: Draft, packed: TensorInfo) -> Stored:
     """compressed-tensors pack-quantized: int32 words along K."""
     draft.roles["codes"] = "weight_packed"
     scale = draft.take("scale", "weight_scale", required=True)
     draft.take("weight_shape", SHAPE_LEAF, required=True)
     zero = draft.take("zero_point", "weight_zero_point")
-    draft.take("group_index", "weight_g_idx")
+    draft.take("group_index", "weight_g_idx", required=_order_is_needed(draft))
     hinted = draft.hinted
     n, words = packed.shape if len(packed.shape) == 2 else (0, 0)
     groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
@@ -111,7 +117,7 @@ def integer_rows(draft: Draft, qweight: TensorInfo) -> Stored:
     draft.roles["codes"] = "qweight"
     zeros = draft.take("zero_point", "qzeros", required=True)
     scales = draft.take("scale", "scales", required=True)
-    gidx = draft.take("group_index", "g_idx")
+    gidx = draft.take("group_index", "g_idx", required=_order_is_needed(draft))
     hint, hinted = draft.hint, draft.hinted
     if qweight.dtype != "I32" or len(qweight.shape) != 2:
         return unknown(draft, qweight, f"qweight is {qweight.dtype} {list(qweight.shape)}")
