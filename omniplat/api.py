@@ -46,16 +46,18 @@ def plan(
     prefer: str | None = None,
     engine: str | None = None,
     revision: str | None = None,
+    method: str | None = None,
 ) -> Plan:
     """What runs every layer of `checkpoint` on `device`, and why. Reads headers only; needs no torch.
 
     `checkpoint` is a path or, where no such path exists, an id of the Hugging Face Hub (`org/name`, extra `hub`), of
-    which `revision` is a branch, tag or commit. `device` is "kind", "kind:arch", a Device or None for this machine;
-    with `engine` ("vllm") the plan also says what that engine's own loader cannot deliver. Raises
+    which `revision` is a branch, tag or commit. `method` (a dialect, a weight id or its stem) confirms what is stored:
+    it changes nothing, and another one is a UsageError. `device` is "kind", "kind:arch", a Device or None for this
+    machine; with `engine` ("vllm") the plan also says what that engine's own loader cannot deliver. Raises
     InvalidCheckpointError for files that cannot be read, InvalidDeviceError, UsageError, or a Backend...Error; what is
     wrong with the metadata or unsupported is in the plan.
     """
-    return make_planned(
+    planned = make_planned(
         checkpoint,
         device,
         backend=backend,
@@ -66,7 +68,20 @@ def plan(
         prefer=prefer,
         engine=engine,
         revision=revision,
-    ).plan
+    )
+    if method is not None:
+        _require_method(planned.plan, method)
+    return planned.plan
+
+
+def _require_method(plan: Plan, method: str) -> None:
+    stored = {text for layer in plan.layers if layer.status != "unquantized" for text in layer.stored.split("+")}
+    formats = plan.checkpoint.formats
+    if method not in {*formats, *stored, *(text.partition("-")[0] for text in stored)}:
+        found = ", ".join((*formats, *sorted(stored))) or "unquantized"
+        raise UsageError(
+            f"the checkpoint is {found}, not {method}: a method confirms what is stored, it changes nothing"
+        )
 
 
 def load(

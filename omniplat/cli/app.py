@@ -56,6 +56,9 @@ def plan(
     prefer: PreferOption = None,
     engine: Annotated[str | None, typer.Option("--engine", help="vllm: also what its loader cannot deliver.")] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a Hub id.")] = None,
+    method: Annotated[
+        str | None, typer.Option("--method", metavar="M", help="What is stored, as a check: another one is an error.")
+    ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Every layer on its own line.")] = False,
     explain: Annotated[str | None, typer.Option("--explain", metavar="LAYER", help="One layer's whole story.")] = None,
     json_output: JsonOption = False,
@@ -65,7 +68,7 @@ def plan(
 
     code = plan_command(
         checkpoint, device, backend=backend, tp=tp, ep=ep, component=component, allow=allow or [], prefer=prefer,
-        engine=engine, revision=revision, show_all=show_all, explain=explain, json_output=json_output,
+        engine=engine, revision=revision, method=method, show_all=show_all, explain=explain, json_output=json_output,
     )  # fmt: skip
     raise typer.Exit(code)
 

@@ -34,6 +34,7 @@ def plan_command(
     prefer: str | None,
     engine: str | None,
     revision: str | None,
+    method: str | None,
     show_all: bool,
     explain: str | None,
     json_output: bool,
@@ -50,6 +51,7 @@ def plan_command(
         prefer=prefer,
         engine=engine,
         revision=revision,
+        method=method,
     )
     if json_output:
         print_json(plan.to_dict())

@@ -52,6 +52,19 @@ def test_plan_for_people() -> None:
         assert text in done.stdout
 
 
+@pytest.mark.parametrize("method", ["auto-round", "mxfp4", "mxfp8"])
+def test_a_method_confirms_what_is_stored(method: str) -> None:
+    assert omniplat("plan", EXAMPLE / "checkpoint", "--method", method).returncode == 0
+
+
+@pytest.mark.parametrize("method", ["gguf", "fp8", "mxfp", ""])
+def test_a_method_that_is_not_stored_is_an_error_that_names_both(method: str) -> None:
+    done = omniplat("plan", EXAMPLE / "checkpoint", "--method", method)
+    assert done.returncode == 2
+    assert f"not {method}" in done.stderr
+    assert "auto-round" in done.stderr
+
+
 def test_plan_as_json() -> None:
     plan = document(omniplat("plan", EXAMPLE / "checkpoint", "--device", "cpu", "--json"))
     assert plan["schema"] == "omniplat.plan/1"
