@@ -141,7 +141,7 @@ def _is_transform(name: str) -> bool:
 def _names(entry: str, fields: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> Matcher:
     """Modules that a target names: a pattern, a class of layers, or a name."""
     if entry.startswith("re:"):
-        return Pattern(compile_regex(entry.removeprefix("re:"), file=fields.file, key=fields.key))
+        return Pattern(compile_regex(entry.removeprefix("re:"), file=fields.file, key=fields.key, entry=entry))
     if entry in _LINEAR_CLASSES:
         return Where(is_no_embedding)
     return Where(is_embedding) if entry == "Embedding" else literal_matcher(entry, parts_of)
@@ -161,7 +161,7 @@ def _ignore_rule(entry: str, position: int, source: Fields, parts_of: Mapping[st
     if entry.startswith("re:"):
         text = entry.removeprefix("re:")
         where = source.path(f"ignore[{position}]")
-        producer: Matcher = Pattern(compile_regex(text, file=source.file, key=where))
+        producer: Matcher = Pattern(compile_regex(text, file=source.file, key=where, entry=entry))
         return Rule(
             key, "ignore", text, bounded_regex(text, file=source.file, key=where), producer, producer, NOT_QUANTIZED, -1
         )
@@ -177,7 +177,7 @@ def _target_rule(
     if target.startswith("re:"):
         text = target.removeprefix("re:")
         where = fields.path("targets")
-        producer: Matcher = Pattern(compile_regex(text, file=fields.file, key=where))
+        producer: Matcher = Pattern(compile_regex(text, file=fields.file, key=where, entry=target))
         bounded = bounded_regex(text, file=fields.file, key=where)
         return Rule(key, "targets", text, bounded, producer, producer, declared, rank=1)
     if target == "Embedding":

@@ -17,6 +17,9 @@ from omniplat.formats.markers import header_sources, marker_sources, part_of_com
 from omniplat.formats.matching import ModuleIndex
 from omniplat.formats.metadata import Fields, metadata_sources
 
+#: Keys of metadata of no known kind that a finding lists.
+MAX_KEYS = 12
+
 
 @dataclass(frozen=True, slots=True)
 class Read:
@@ -72,7 +75,12 @@ def _unreadable(exc: InvalidCheckpointError, component: Component) -> Finding:
 def _unknown(source: Fields, component: Component, formats: Sequence[Format]) -> Finding:
     method = source.values.get("quant_method")
     known = ", ".join(sorted(item.name for item in formats))
-    named = f"unknown method {method!r}" if method is not None else "quantization metadata of no known kind"
+    if method is not None:
+        named = f"unknown method {method!r:.80}"
+    else:
+        keys = sorted(source.values)
+        more = ", ..." if len(keys) > MAX_KEYS else ""
+        named = f"unrecognised {source.key or 'metadata'} keys [{', '.join(keys[:MAX_KEYS])}{more}]"
     return finding(
         "unknown-format",
         f"{source.file}: {named}; known: {known}",

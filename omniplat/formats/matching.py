@@ -302,19 +302,33 @@ def _candidates(shape: Shape, index: ModuleIndex) -> Iterable[str]:
     return found
 
 
-def compile_regex(text: str, *, file: str, key: str) -> re.Pattern[str]:
-    """Compiled `text`; raises InvalidCheckpointError naming file and key when it is no regular expression."""
+def compile_regex(text: str, *, file: str, key: str, entry: str = "") -> re.Pattern[str]:
+    """Compiled `text`; raises InvalidCheckpointError naming file and key when it is no regular expression.
+
+    `entry` is how the metadata writes it, where that is more than the expression.
+    """
     if len(text) > MAX_PATTERN:
         raise UnsupportedOptionError(f"is a regular expression of {len(text)} characters", file=file, key=key)
     try:
         return re.compile(text)
     except (re.error, RecursionError, OverflowError) as exc:
-        raise InvalidCheckpointError(f"is not a regular expression: {exc}", file=file, key=key) from exc
+        shown = repr(entry or text)[:MAX_SHOWN]
+        raise InvalidCheckpointError(f"{shown} is not a regular expression: {exc}", file=file, key=key) from exc
+
+
+#: Characters of an entry that a message shows.
+MAX_SHOWN = 120
+
+#: Flags of a whole expression stand at its start, and nowhere else.
+_FLAGS = re.compile(r"(?:\(\?[aimsux]+\))*")
 
 
 def bounded_regex(text: str, *, file: str, key: str) -> Pattern:
     """The pattern, required to end where a module's path or one of its segments ends."""
-    return Pattern(compile_regex(rf"(?:{text})(?:\..*)?\Z", file=file, key=key))
+    match = _FLAGS.match(text)
+    flags = match.group() if match is not None else ""
+    bounded = rf"{flags}(?:{text.removeprefix(flags)})(?:\..*)?\Z"
+    return Pattern(compile_regex(bounded, file=file, key=key, entry=text))
 
 
 def glob(text: str) -> Pattern:

@@ -82,7 +82,7 @@ def _exclusion(entry: str, position: int, source: Fields, parts_of: Mapping[str,
     if entry.startswith("re:"):
         text = entry.removeprefix("re:")
         where = source.path(f"exclude[{position}]")
-        matched: Matcher = Pattern(compile_regex(text, file=source.file, key=where))
+        matched: Matcher = Pattern(compile_regex(text, file=source.file, key=where, entry=entry))
         bounded = bounded_regex(text, file=source.file, key=where)
         return Rule(key, "exclude", text, bounded, matched, matched, NOT_QUANTIZED, -1)
     literal, producer, consumer = _readings(entry, parts_of)

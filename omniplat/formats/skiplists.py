@@ -86,7 +86,7 @@ def _transformers_rule(name: str, entry: str, position: int, source: Fields, par
     where = source.path(f"{name}[{position}]")
     if entry.startswith("re:"):
         text = entry.removeprefix("re:")
-        matched: Matcher = Pattern(compile_regex(text, file=source.file, key=where))
+        matched: Matcher = Pattern(compile_regex(text, file=source.file, key=where, entry=entry))
         bounded: Matcher = bounded_regex(text, file=source.file, key=where)
         return Rule(key, name, text, bounded, matched, matched, NOT_QUANTIZED, -1)
     if not is_pattern(entry):

@@ -80,7 +80,7 @@ def _by_name(table: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> tuple[De
 def _name_rule(name: str, declared: Declared, table: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> Rule:
     key = f"{table.key.rpartition('.')[2]}[{name!r}]"
     if name.startswith("re:"):
-        expression = compile_regex(name.removeprefix("re:"), file=table.file, key=table.path(name))
+        expression = compile_regex(name.removeprefix("re:"), file=table.file, key=table.path(name), entry=name)
         whole: Matcher = Pattern(expression, "fullmatch")
         return Rule(key, "fqn_to_config", name, whole, whole, whole, declared, rank=1)
     text = name.removesuffix(".weight")
