@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from omniplat.checkpoint.folder import Component
@@ -40,10 +40,14 @@ def read_metadata(component: Component, formats: Sequence[Format], parts_of: Map
         return Read(None, "", (_unreadable(exc, component),), True)
     claimed: list[tuple[Fields, Format]] = []
     unclaimed: list[Fields] = []
+    quirks: list[Finding] = []
     for source in sources:
-        owner = next((item for item in formats if item.claims(source)), None)
-        if owner is not None:
-            claimed.append((source, owner))
+        for spelled in _spellings(source):
+            owner = next((item for item in formats if item.claims(spelled)), None)
+            if owner is not None:
+                claimed.append((spelled, owner))
+                quirks += [_respelled(source, spelled, component)] if spelled is not source else []
+                break
         else:
             unclaimed.append(source)
     if not claimed:
@@ -54,6 +58,7 @@ def read_metadata(component: Component, formats: Sequence[Format], parts_of: Map
     except InvalidCheckpointError as exc:
         return Read(None, owner.name, (_unreadable(exc, component),), True)
     findings = [_unknown(other, component, formats) for other in unclaimed if "quant_method" in other.values]
+    findings += quirks
     findings += kv_cache_findings(source, component)
     for other, other_owner in claimed[1:]:
         conflict = _conflict(declaration, other, other_owner, component, parts_of)
@@ -70,6 +75,27 @@ def unusable(read: Read, exc: UnsupportedOptionError, component: Component) -> R
 def _unreadable(exc: InvalidCheckpointError, component: Component) -> Finding:
     code = "unsupported-option" if isinstance(exc, UnsupportedOptionError) else "metadata-unreadable"
     return finding(code, exc.message, component=component.name, file=exc.file, rule=exc.key)
+
+
+def _spellings(source: Fields) -> Iterator[Fields]:
+    """`source`, then with its method in lower case and with the other of `-` and `_`."""
+    yield source
+    method = source.values.get("quant_method")
+    if isinstance(method, str):
+        lower = method.lower()
+        for spelled in dict.fromkeys((lower, lower.replace("_", "-"), lower.replace("-", "_"))):
+            if spelled != method:
+                yield replace(source, values={**source.values, "quant_method": spelled})
+
+
+def _respelled(source: Fields, spelled: Fields, component: Component) -> Finding:
+    return finding(
+        "known-quirk",
+        f"quant_method {source.values['quant_method']!r:.80} is read as {spelled.values['quant_method']!r:.80}",
+        component=component.name,
+        file=source.file,
+        rule=source.path("quant_method"),
+    )
 
 
 def _unknown(source: Fields, component: Component, formats: Sequence[Format]) -> Finding:

@@ -42,3 +42,32 @@ def test_flags_at_the_start_of_an_entry_keep_their_place(tmp_path: Path) -> None
     found = resolve(tmp_path, {**COMPRESSED, "ignore": ["re:(?i).*mlp\\.gate"]}, tensors)
     assert codes(found) == []
     assert schemes(found) == {"m": "fp8-channel/a16", "MLP.gate": "bf16/a16"}
+
+
+BLOCKS = {"m.weight": ("F8_E4M3", (128, 256)), "m.weight_scale_inv": ("F32", (1, 2))}
+FINE = {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("method", "read_as", "config", "tensors", "scheme"),
+    [
+        ("FP8", "fp8", FINE, BLOCKS, "fp8-block128x128/fp8-g128"),
+        ("compressed_tensors", "compressed-tensors", COMPRESSED, fp8_channel("m", 64, 64), "fp8-channel/a16"),
+        ("Compressed-Tensors", "compressed-tensors", COMPRESSED, fp8_channel("m", 64, 64), "fp8-channel/a16"),
+    ],
+)
+def test_other_spellings_of_a_method_are_read_and_noted(
+    tmp_path: Path, method: str, read_as: str, config: Any, tensors: Any, scheme: str
+) -> None:
+    found = resolve(tmp_path, {**config, "quant_method": method}, tensors)
+    assert schemes(found) == {"m": scheme}
+    note = only(found, "known-quirk")
+    assert (note.severity, note.where.rule) == ("note", "quantization_config.quant_method")
+    assert note.message == f"quant_method {method!r} is read as {read_as!r}"
+    assert codes(found) == ["known-quirk"]
+
+
+@pytest.mark.parametrize("method", ["fp9", "compressed tensors", 7, ["fp8"]])
+def test_a_method_of_another_name_stays_unknown(tmp_path: Path, method: Any) -> None:
+    found = resolve(tmp_path, {**COMPRESSED, "quant_method": method}, fp8_channel("m", 64, 64))
+    assert repr(method) in only(found, "unknown-format").message
