@@ -94,7 +94,8 @@ def _unsatisfied(requirement: str) -> str:
 
 
 def match(spec: LayerSpec, capabilities: Sequence[Capability], device: Device, policy: Policy) -> Match:
-    """Ask every capability; choose by resident size (unless speed is preferred), priority, then name."""
+    """Ask every capability; choose what has a kernel, by resident size (unless speed is preferred), priority, then
+    name."""
     candidates = tuple(Candidate(cap, decide(cap, spec, device, policy)) for cap in capabilities)
     accepted = [item for item in candidates if isinstance(item.decision, Accepted)]
     if not accepted:
@@ -107,10 +108,11 @@ def match(spec: LayerSpec, capabilities: Sequence[Capability], device: Device, p
 
 
 def _best(accepted: Sequence[Candidate], prefer: str) -> Candidate:
-    """What stays within the stored size comes first unless speed is preferred; then priority, then name."""
+    """What can be loaded before what can only be planned; then what stays within the stored size, unless speed is
+    preferred; then priority, then name."""
 
-    def order(item: Candidate) -> tuple[bool, int, str]:
+    def order(item: Candidate) -> tuple[bool, bool, int, str]:
         grows = prefer == "memory" and item.capability.resident > 1.0
-        return grows, -item.capability.priority, item.capability.name
+        return not item.capability.impl, grows, -item.capability.priority, item.capability.name
 
     return min(accepted, key=order)

@@ -101,6 +101,14 @@ def test_priority_then_name_decide() -> None:
     assert chosen.capability.name == "a"
 
 
+@pytest.mark.parametrize("prefer", ["memory", "speed"])
+def test_what_can_be_loaded_comes_before_what_can_only_be_planned(prefer: str) -> None:
+    caps = [replace(CAP, name="planned", priority=9), replace(CAP, name="loads", impl="m:K", resident=2.0)]
+    chosen = match(SPEC, caps, DEVICE, Policy(prefer=prefer)).chosen
+    assert chosen is not None
+    assert chosen.capability.name == "loads"
+
+
 def test_memory_comes_before_priority_unless_speed_is_preferred() -> None:
     caps = [CAP, replace(CAP, name="large", priority=9, resident=2.0)]
     by_memory = match(SPEC, caps, DEVICE, POLICY)
