@@ -19,13 +19,13 @@ from omniplat.device import Device
 from omniplat.document import Plan
 from omniplat.errors import BackendUnavailableError, InvalidCheckpointError, UsageError
 from omniplat.modules.layers import ModelExperts, ModelLinear
-from omniplat.modules.places import WRAPPED, Names, Place, places_of, plain_name, torch_device, why_not, why_not_experts
+from omniplat.modules.places import WRAPPED, Names, Place, places_of, plain_name, why_not, why_not_experts
 from omniplat.packed import PackedLayer, per_module
 from omniplat.planner import Planned, PlannedLayer
 from omniplat.runtime.kernel import Workspaces, load_kernel
 from omniplat.runtime.layers import QuantExperts
 from omniplat.runtime.load import load_layer
-from omniplat.runtime.tensors import to_tensor
+from omniplat.runtime.tensors import device_of, to_tensor
 
 #: Scales of a quantized key-value cache: a model without such a cache has no place for them.
 _CACHE_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "k_zero_point", "v_zero_point"})
@@ -68,8 +68,7 @@ def load_into(
         opened, device, backend=backend, component=part.name or None, allow=allow, prefer=prefer, divide=divide
     )
     require_runnable(planned.plan)
-    where = torch_device(planned.plan.device.kind)
-    _require_here(where)
+    where = device_of(planned.plan.device.kind)
     _Loading(model, places, names, planned, part, where).run()
     return planned.plan
 
@@ -83,14 +82,6 @@ def _component(opened: Checkpoint, name: str | None) -> Component:
     if name not in known:
         raise UsageError(f"no component {name!r}; the checkpoint has: {', '.join(n or '(itself)' for n in known)}")
     return known[name]
-
-
-def _require_here(device: torch.device) -> None:
-    """Raise BackendUnavailableError for a device that a plan only describes."""
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as exc:
-        raise BackendUnavailableError(device.type, str(exc).partition("\n")[0]) from exc
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -112,8 +111,3 @@ def why_not_experts(place: Place, experts: int, intermediate: int, hidden: int) 
             found = list(held[name].shape) if name in held else "absent"
             return f"{name} is {found}; the checkpoint has {experts} experts of {intermediate} x {hidden}"
     return ""
-
-
-def torch_device(kind: str) -> torch.device:
-    """Where the tensors of a layer on a device of this kind lie."""
-    return torch.device({"rocm": "cuda"}.get(kind, kind))

@@ -24,7 +24,7 @@ from omniplat.formats.storage import Storage
 from omniplat.layer import LayerSpec
 from omniplat.models.advice import refusals
 from omniplat.modules.layers import ModelLinear
-from omniplat.modules.places import Place, torch_device
+from omniplat.modules.places import Place
 from omniplat.modules.survey import Survey, Verdict, all_places
 from omniplat.online import Method, parse_routing
 from omniplat.packed import PackedLayer, Part
@@ -32,7 +32,7 @@ from omniplat.planner import PlannedLayer, plan_layers
 from omniplat.registry import default_registry, is_installed
 from omniplat.runtime.kernel import LinearKernel, Workspaces, load_kernel
 from omniplat.runtime.layers import QuantLinear
-from omniplat.runtime.tensors import DTYPES, to_array, to_torch
+from omniplat.runtime.tensors import DTYPES, device_of, to_array, to_torch
 from omniplat.scheme import UNQUANTIZED, Scheme, TensorQuant
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -69,7 +69,7 @@ def quantize_model(
     findings = _findings(verdicts, allowed="model-advice" in target.policy.allow)
     planned = plan_layers(PlanCheckpoint(f"<{type(model).__name__}>", ("online",), ("",)), layers, target, findings)
     require_runnable(planned.plan)
-    where = torch_device(target.device.kind)
+    where = device_of(target.device.kind)
     workspaces = Workspaces()
     made = [
         (verdict.place, _quantized(item, verdict, where, workspaces))
