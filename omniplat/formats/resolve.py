@@ -107,6 +107,7 @@ class _Resolver:
         self._agreeing: dict[tuple[int, tuple[int, ...]], tuple[Stored | None, ...]] = {}
         self._hits: dict[str, dict[str, frozenset[str]]] = {}
         self._confirmed: dict[str, bool] = {}
+        self._quantizing: dict[str, list[Rule]] | None = None
         self._assigned: dict[str, dict[str, Rule]] = {reading: {} for reading in READINGS}
         self._scope: frozenset[str] | None = None
         self._unlisted: frozenset[str] = frozenset()
@@ -218,19 +219,17 @@ class _Resolver:
     def _agreed(self, module: Module, declared: Declared) -> Stored | None:
         """The module as its headers show it in the light of `declared`; None where they show something else."""
         stored = self._recognise(module, declared)
-        assert stored is not None  # a module that has a matrix has one under every hint
-        return stored if agrees(declared, stored) else None
+        return stored if stored is not None and agrees(declared, stored) else None
 
     def _contradicted(self, module: Module, options: Sequence[tuple[Declared, Rule | None]]) -> _Choice:
         """No reading agrees with the headers. Another rule that names the module may; else the producer's is kept,
         and the tensors are looked at with the best hint."""
-        for rule in self._rules.values():
-            if any(module.name in hits for hits in self._hits[rule.key].values()):
-                agreed = self._agreed(module, rule.declared)
-                if agreed is not None and rule.declared.quantizes:
-                    choice = _Choice(settled(rule.declared, agreed), rule, READINGS[-1], agreed, True)
-                    self._note_reading(module.name, options[0][1], choice)
-                    return choice
+        for rule in self._rules_that_quantize(module.name):
+            agreed = self._agreed(module, rule.declared)
+            if agreed is not None:
+                choice = _Choice(settled(rule.declared, agreed), rule, READINGS[-1], agreed, True)
+                self._note_reading(module.name, options[0][1], choice)
+                return choice
         declared, rule_of_producer = options[0]
         default = self._declaration.default if self._declaration is not None else NOT_QUANTIZED
         if rule_of_producer is not None and default.quantizes and self._is_confirmed(rule_of_producer):
@@ -257,12 +256,19 @@ class _Resolver:
         """True where some module that the rule names is what the rule says."""
         if rule.key not in self._confirmed:
             named = (self._modules[name] for name in sorted(self._hits[rule.key][READINGS[0]]))
-            self._confirmed[rule.key] = any(self._is_as_declared(module, rule.declared) for module in named)
+            self._confirmed[rule.key] = any(self._agreed(module, rule.declared) is not None for module in named)
         return self._confirmed[rule.key]
 
-    def _is_as_declared(self, module: Module, declared: Declared) -> bool:
-        stored = self._recognise(module, declared)
-        return stored is not None and agrees(declared, stored)
+    def _rules_that_quantize(self, name: str) -> Sequence[Rule]:
+        """The rules that name a module under some reading and quantize it. Turned round once, when a module first asks:
+        a list of exclusions is not gone through again for every module that contradicts something."""
+        if self._quantizing is None:
+            self._quantizing = defaultdict(list)
+            for rule in self._rules.values():
+                if rule.declared.quantizes:
+                    for named in frozenset().union(*self._hits[rule.key].values()):
+                        self._quantizing[named].append(rule)
+        return self._quantizing.get(name, ())
 
     def _note_overreach(self, name: str, rule: Rule) -> None:
         fix = "end the entry where the module's name ends"

@@ -56,3 +56,15 @@ def test_four_times_the_tensors_are_four_times_the_calls(
     small = calls(tmp_path / "small", quantization, model(module, *sizes, widths))
     large = calls(tmp_path / "large", quantization, model(module, *larger, widths))
     assert large < 4.6 * small
+
+
+def test_a_module_that_contradicts_costs_the_same_whatever_the_length_of_the_list(tmp_path: Path) -> None:
+    """A list of exclusions that were quantized otherwise, beside modules that nobody excluded and nobody quantized."""
+    names = [f"model.layers.{i // 20}.mlp.experts.{i % 20}.up_proj" for i in range(600)]
+    tensors = {f"{name}.weight": bf16(64, 64) for name in names}
+
+    def cost(entries: int) -> int:
+        return calls(tmp_path / str(entries), {**FP8, "ignore": names[:entries]}, tensors)
+
+    few, many = cost(10), cost(210)
+    assert many - few < 100 * 200
