@@ -59,6 +59,11 @@ class ShapeRule:
         return size % self.multiple_of == 0 and size >= self.minimum and (not self.maximum or size <= self.maximum)
 
 
+def multiples(number: int, *dims: str) -> tuple[ShapeRule, ...]:
+    """Each of `dims` must be a multiple of `number`."""
+    return tuple(ShapeRule(dim, multiple_of=number) for dim in dims)
+
+
 @dataclass(frozen=True, slots=True)
 class Capability:
     """One kernel's declaration.

@@ -7,7 +7,7 @@ zero). Ops that take no bias, or drop it without saying so (gemm_a4w4), get it a
 from __future__ import annotations
 
 from omniplat.backend import BackendSpec, NotSupported
-from omniplat.capability import Capability, ShapeRule
+from omniplat.capability import Capability, multiples
 
 _TORCH = "torch>=2.6"
 _AITER = "amd-aiter>=0.1.8"
@@ -23,10 +23,6 @@ _WEIGHT_ONLY = (*_INTEGERS, "fp8-tensor", "fp8-channel", "fp8-g*", "fp8-block*",
                 "fp4bnb-b*")  # fmt: skip
 
 
-def _multiples(number: int, *dims: str) -> tuple[ShapeRule, ...]:
-    return tuple(ShapeRule(dim, multiple_of=number) for dim in dims)
-
-
 _LINEAR = (
     Capability(
         "gemm_a8w8_fp8_shuffled",
@@ -35,7 +31,7 @@ _LINEAR = (
         ("fp8-token", "fp8-tensor", "fp8-tensor-static"),
         archs=_CDNA,
         dtypes=_HALF,
-        shapes=(*_multiples(16, "out"), *_multiples(32, "in")),
+        shapes=(*multiples(16, "out"), *multiples(32, "in")),
         requires=(_AITER,),
         priority=45,
     ),
@@ -46,7 +42,7 @@ _LINEAR = (
         ("fp8-token", "fp8-tensor", "fp8-tensor-static"),
         archs=_CDNA,
         dtypes=_HALF,
-        shapes=_multiples(16, "in"),
+        shapes=multiples(16, "in"),
         requires=(_AITER,),
         priority=40,
     ),
@@ -57,7 +53,7 @@ _LINEAR = (
         ("int8-token", "int8-tensor", "int8-tensor-static"),
         archs=_CDNA,
         dtypes=_HALF,
-        shapes=_multiples(16, "in"),
+        shapes=multiples(16, "in"),
         requires=(_AITER,),
         accumulator="int32",
         priority=40,
@@ -69,7 +65,7 @@ _LINEAR = (
         ("fp8-g128",),
         archs=_CDNA,
         dtypes=_HALF,
-        shapes=_multiples(128, "out", "in"),
+        shapes=multiples(128, "out", "in"),
         requires=(_AITER,),
         priority=40,
     ),
@@ -81,7 +77,7 @@ _LINEAR = (
         ("mxfp4",),
         archs=_GFX950,
         dtypes=("bf16",),
-        shapes=(*_multiples(32, "out"), *_multiples(256, "in")),
+        shapes=(*multiples(32, "out"), *multiples(256, "in")),
         requires=(_AITER,),
         priority=50,
         variants=("asm", "ck"),
@@ -93,7 +89,7 @@ _LINEAR = (
         ("mxfp4",),
         archs=_GFX950,
         dtypes=_HALF,
-        shapes=_multiples(32, "in"),
+        shapes=multiples(32, "in"),
         requires=(_AITER,),
         priority=40,
     ),
@@ -105,7 +101,7 @@ _LINEAR = (
         executes="fp8-token",
         archs=_GFX950,
         dtypes=("bf16",),
-        shapes=_multiples(32, "in"),
+        shapes=multiples(32, "in"),
         requires=(_AITER,),
         priority=30,
     ),
@@ -117,7 +113,7 @@ _LINEAR = (
         executes="fp8-token",
         archs=_CDNA,
         dtypes=_HALF,
-        shapes=_multiples(32, "in"),
+        shapes=multiples(32, "in"),
         requires=(_AITER,),
         priority=35,
         via="fp8-channel",
@@ -129,7 +125,7 @@ _LINEAR = (
         ("mxfp4",),
         archs=_GFX942,
         dtypes=_HALF,
-        shapes=_multiples(32, "in"),
+        shapes=multiples(32, "in"),
         requires=(_AITER,),
         priority=35,
         via="fp8-channel",
@@ -156,7 +152,7 @@ _MOE = (
         ("fp8-token",),
         archs=_CDNA,
         dtypes=_HALF,
-        shapes=_multiples(32, "in", "intermediate"),
+        shapes=multiples(32, "in", "intermediate"),
         requires=(_AITER_MOE,),
         priority=40,
         bias=False,
@@ -168,7 +164,7 @@ _MOE = (
         ("fp8-g128",),
         archs=_CDNA,
         dtypes=_HALF,
-        shapes=_multiples(128, "in", "intermediate"),
+        shapes=multiples(128, "in", "intermediate"),
         requires=(_AITER_MOE,),
         priority=40,
         bias=False,
@@ -180,7 +176,7 @@ _MOE = (
         ("int8-token",),
         archs=_CDNA,
         dtypes=_HALF,
-        shapes=_multiples(32, "in", "intermediate"),
+        shapes=multiples(32, "in", "intermediate"),
         requires=(_AITER_MOE,),
         accumulator="int32",
         priority=40,
@@ -194,7 +190,7 @@ _MOE = (
         ("mxfp4",),
         archs=_GFX950,
         dtypes=("bf16",),
-        shapes=_multiples(256, "in", "intermediate"),
+        shapes=multiples(256, "in", "intermediate"),
         requires=(_AITER_MOE,),
         priority=50,
         bias=False,
@@ -206,7 +202,7 @@ _MOE = (
         ("mxfp8",),
         archs=_GFX950,
         dtypes=("bf16",),
-        shapes=_multiples(256, "in", "intermediate"),
+        shapes=multiples(256, "in", "intermediate"),
         requires=(_AITER_MOE,),
         priority=50,
         bias=False,
@@ -219,7 +215,7 @@ _MOE = (
         executes="fp8-token",
         archs=_CDNA,
         dtypes=_HALF,
-        shapes=_multiples(32, "in", "intermediate"),
+        shapes=multiples(32, "in", "intermediate"),
         requires=(_AITER_MOE,),
         priority=30,
         via="fp8-channel",

@@ -6,7 +6,7 @@ Quantized experts run weight-only: the grouped GEMM ignores activation scales.
 from __future__ import annotations
 
 from omniplat.backend import BackendSpec, NotSupported
-from omniplat.capability import Capability, ShapeRule
+from omniplat.capability import Capability, multiples
 
 _TORCH = "torch>=2.6"
 _KERNELS = "vllm-xpu-kernels>=0.1.12"
@@ -21,10 +21,6 @@ _WEIGHT_ONLY = (*_INTEGERS, "fp8-tensor", "fp8-channel", "fp8-g*", "fp8-block*",
 _INT4 = ("int4-g32", "int4-g64", "int4-g128", "int4-g256")
 _INT4_LONG = ("int4-g512", "int4-g1024")
 _UINT4 = ("uint4-g32", "uint4-g64", "uint4-g128", "uint4-g256", "uint4-g512", "uint4-g1024")
-
-
-def _multiples(number: int, *dims: str) -> tuple[ShapeRule, ...]:
-    return tuple(ShapeRule(dim, multiple_of=number) for dim in dims)
 
 
 _LINEAR = (
@@ -45,7 +41,7 @@ _LINEAR = (
         ("fp8-g128",),
         archs=_XE2,
         dtypes=_HALF,
-        shapes=_multiples(128, "out", "in"),
+        shapes=multiples(128, "out", "in"),
         requires=(_KERNELS,),
         priority=40,
     ),
@@ -56,7 +52,7 @@ _LINEAR = (
         ("mxfp8",),
         archs=_XE2,
         dtypes=_HALF,
-        shapes=_multiples(32, "in"),
+        shapes=multiples(32, "in"),
         requires=(_KERNELS,),
         priority=40,
     ),
@@ -78,7 +74,7 @@ _LINEAR = (
         ("mxfp4",),
         archs=_XE2,
         dtypes=_HALF,
-        shapes=_multiples(32, "in"),
+        shapes=multiples(32, "in"),
         requires=(_KERNELS,),
         priority=40,
     ),
@@ -90,7 +86,7 @@ _LINEAR = (
         executes="a16",
         archs=_XE2,
         dtypes=_HALF,
-        shapes=(*_multiples(32, "in"), *_multiples(8, "out")),
+        shapes=(*multiples(32, "in"), *multiples(8, "out")),
         requires=(_KERNELS,),
         priority=30,
     ),
@@ -102,7 +98,7 @@ _LINEAR = (
         ("int8-token",),
         archs=_XE2,
         dtypes=("f16",),
-        shapes=(*_multiples(32, "in"), *_multiples(8, "out")),
+        shapes=(*multiples(32, "in"), *multiples(8, "out")),
         requires=(_KERNELS,),
         accumulator="int32",
         priority=40,
@@ -128,7 +124,7 @@ _MOE = (
         executes="a16",
         archs=_XE2,
         dtypes=_HALF,
-        shapes=(*_multiples(32, "in", "intermediate"), *_multiples(8, "out")),
+        shapes=(*multiples(32, "in", "intermediate"), *multiples(8, "out")),
         requires=(_KERNELS,),
         priority=30,
     ),
@@ -140,7 +136,7 @@ _MOE = (
         executes="a16",
         archs=_XE2,
         dtypes=_HALF,
-        shapes=_multiples(128, "out", "in", "intermediate"),
+        shapes=multiples(128, "out", "in", "intermediate"),
         requires=(_KERNELS,),
         priority=30,
     ),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from omniplat.capability import ShapeRule
-
 TORCH = "torch>=2.6"
 TRITON = "triton>=3.2"
 HUMMING = "humming-kernels>=0.1.10"
@@ -27,8 +25,3 @@ MICROSCALED = ("mxfp8", "mxfp4", "nvfp4")
 
 #: FP8 units before Blackwell keep about 22 bits of a sum. Kernels that promote to f32 every 128 values declare f32.
 FP8_ACCUMULATOR = "fp22"
-
-
-def multiples(number: int, *dims: str) -> tuple[ShapeRule, ...]:
-    """Each of `dims` must be a multiple of `number`."""
-    return tuple(ShapeRule(dim, multiple_of=number) for dim in dims)

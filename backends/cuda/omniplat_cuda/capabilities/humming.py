@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omniplat.capability import Capability
+from omniplat.capability import Capability, multiples
 from omniplat_cuda.capabilities.common import (
     FP8,
     FP8_ACCUMULATOR,
@@ -12,7 +12,6 @@ from omniplat_cuda.capabilities.common import (
     MICROSCALED,
     SM80,
     SM89,
-    multiples,
 )
 
 #: humming pads N and K to its tiles, in steps of 8 columns of 16-bit and 16 columns of 8-bit activations.

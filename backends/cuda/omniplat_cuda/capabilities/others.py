@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omniplat.capability import Capability
+from omniplat.capability import Capability, multiples
 from omniplat_cuda.capabilities.common import (
     BITSANDBYTES,
     BLACKWELL,
@@ -15,7 +15,6 @@ from omniplat_cuda.capabilities.common import (
     SM100,
     SM120,
     TRITON,
-    multiples,
 )
 
 _SM75 = ("sm75", *SM80)

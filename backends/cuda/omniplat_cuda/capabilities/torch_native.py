@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omniplat.capability import Capability
+from omniplat.capability import Capability, multiples
 from omniplat_cuda.capabilities.common import (
     FP8_ACCUMULATOR,
     HALF,
@@ -13,7 +13,6 @@ from omniplat_cuda.capabilities.common import (
     SM120,
     TORCH,
     TRITON,
-    multiples,
 )
 
 _KERNELS = "omniplat_cuda.kernels.torch_native"
