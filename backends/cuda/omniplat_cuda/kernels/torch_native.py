@@ -38,6 +38,8 @@ class _TorchLinear(LinearKernel[TorchConfig]):
     weights: ClassVar[tuple[str, ...]]
     activations: ClassVar[tuple[str, ...]]
     multiple: ClassVar[int]
+    #: The operator, in the library `omniplat`.
+    operator: ClassVar[str]
 
     def prepare(self, weight: WeightTensors, spec: LayerSpec) -> Prepared[TorchConfig]:
         """Raises UnsupportedCombinationError for what the kernel's capability does not declare."""
@@ -62,6 +64,27 @@ class _TorchLinear(LinearKernel[TorchConfig]):
         config = TorchConfig(_ops.encode_quant(activation), weight.out_features, weight.in_features)
         return Prepared(tensors, config)
 
+    def apply(
+        self,
+        config: TorchConfig,
+        tensors: Mapping[str, torch.Tensor],
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        workspace: torch.Tensor | None,
+    ) -> torch.Tensor:
+        y: torch.Tensor = getattr(torch.ops.omniplat, self.operator)(
+            x,
+            tensors["codes"],
+            tensors["scale"],
+            tensors.get("pre_scale"),
+            tensors.get("input_scale"),
+            bias,
+            config.activation,
+            out_dtype,
+        )
+        return y
+
     def _refusal(self, weight: WeightTensors) -> str:
         """What the kernel needs and `weight` does not have; "" where it runs."""
         if weight.scheme.weight_id not in self.weights or weight.scheme.activation_id not in self.activations:
@@ -84,27 +107,7 @@ class _ScaledMm(_TorchLinear):
     """
 
     multiple: ClassVar[int] = 16
-
-    def apply(
-        self,
-        config: TorchConfig,
-        tensors: Mapping[str, torch.Tensor],
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        out_dtype: torch.dtype,
-        workspace: torch.Tensor | None,
-    ) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.omniplat.cuda_scaled_linear(
-            x,
-            tensors["codes"],
-            tensors["scale"],
-            tensors.get("pre_scale"),
-            tensors.get("input_scale"),
-            bias,
-            config.activation,
-            out_dtype,
-        )
-        return y
+    operator: ClassVar[str] = "cuda_scaled_linear"
 
     def _codes(self, codes: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
         stored = codes.contiguous().view(torch.uint8)
@@ -135,29 +138,9 @@ class IntMm(_TorchLinear):
 
     name: ClassVar[str] = "int_mm"
     multiple: ClassVar[int] = 8
+    operator: ClassVar[str] = "cuda_int_linear"
     weights: ClassVar[tuple[str, ...]] = ("int8-tensor", "int8-channel")
     activations: ClassVar[tuple[str, ...]] = ("int8-token", "int8-tensor", "int8-tensor-static")
-
-    def apply(
-        self,
-        config: TorchConfig,
-        tensors: Mapping[str, torch.Tensor],
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        out_dtype: torch.dtype,
-        workspace: torch.Tensor | None,
-    ) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.omniplat.cuda_int_linear(
-            x,
-            tensors["codes"],
-            tensors["scale"],
-            tensors.get("pre_scale"),
-            tensors.get("input_scale"),
-            bias,
-            config.activation,
-            out_dtype,
-        )
-        return y
 
     def _codes(self, codes: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
         return codes.contiguous().view(torch.int8)
