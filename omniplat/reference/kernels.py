@@ -58,7 +58,7 @@ class DequantLinear(LinearKernel[LinearConfig]):
         return self._prepared(weight, 0)
 
     def _prepared(self, weight: WeightTensors, splits: int) -> Prepared[LinearConfig]:
-        tensors = {name: _bytes(tensor) for name, tensor in weight.tensors.items() if name != "bias"}
+        tensors = {name: _ops.as_bytes(tensor) for name, tensor in weight.tensors.items() if name != "bias"}
         scheme = _ops.encode_scheme(weight.scheme)
         config = LinearConfig(tuple(tensors), scheme, weight.out_features, weight.in_features, splits)
         return Prepared(tensors, config)
@@ -122,7 +122,7 @@ class ExpertLoop(MoeKernel[MoeConfig]):
         tensors: dict[str, torch.Tensor] = {}
         for prefix, weight in (("w13_", w13), ("w2_", w2)):
             _check(weight, spec, self.name)
-            tensors |= {prefix + name: _bytes(tensor) for name, tensor in weight.tensors.items()}
+            tensors |= {prefix + name: _ops.as_bytes(tensor) for name, tensor in weight.tensors.items()}
         schemes = _ops.encode_scheme(w13.scheme), _ops.encode_scheme(w2.scheme)
         splits = tuple(_splits(weight) if _is_integer_product(weight) else 0 for weight in (w13, w2))
         moe = spec.moe or MoeSpec(w13.experts, w2.in_features)
@@ -180,11 +180,6 @@ def _splits(weight: WeightTensors) -> int:
     assert weight.scheme.activation is not None
     codes = weight.tensors["codes"]
     return splits_for(codes.reshape(-1, codes.shape[-1]), 2 ** (weight.scheme.activation.bits - 1))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """fp8 as bytes: the decoder reads them so, and few of torch's tools know more of fp8 than its name."""
-    return tensor.view(torch.uint8) if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else tensor
 
 
 def _check(weight: WeightTensors, spec: LayerSpec, kernel: str) -> None:

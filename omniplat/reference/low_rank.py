@@ -11,7 +11,7 @@ import torch
 from omniplat.errors import UnsupportedCombinationError
 from omniplat.layer import LayerSpec
 from omniplat.reference.linear import linear
-from omniplat.reference.ops import decode_scheme, encode_scheme
+from omniplat.reference.ops import as_bytes, decode_scheme, encode_scheme
 from omniplat.runtime.kernel import LinearKernel, Prepared
 from omniplat.runtime.tensors import WeightTensors
 from omniplat.scheme import Scheme, TensorQuant, low_rank_base
@@ -52,7 +52,7 @@ class LowRankLinear(LinearKernel[LowRankConfig]):
             if name in _PAIR:
                 tensors[name] = tensor.to(torch.float32)
             elif name != "bias":
-                tensors[name] = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+                tensors[name] = as_bytes(tensor)
         activation = _activation(weight.scheme.activation)
         if activation is not None and activation.second_scale == "global":
             # SVDQuant's run-time NVFP4 has no second level: its group scales stand alone.

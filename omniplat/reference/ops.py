@@ -37,6 +37,11 @@ def decode_scheme(text: str) -> Scheme:
     return msgspec.json.decode(text.encode(), type=Scheme)
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """fp8 as bytes: the decoder reads them so, and few of torch's tools know more of fp8 than its name."""
+    return tensor.view(torch.uint8) if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else tensor
+
+
 def _linear(
     x: torch.Tensor,
     tensors: Sequence[torch.Tensor],
