@@ -87,14 +87,7 @@ def _mapped(data: Fields, name: str) -> str:
 
 def _enumerator(data: Fields, name: str, default: str) -> str:
     """An enumerator: its name, or an object that holds it under `_data`."""
-    value = data.values.get(name)
-    if isinstance(value, dict):
-        value = value.get("_data")
-    if value is None:
-        return default
-    if not isinstance(value, str):
-        raise data.wrong(name, "a name")
-    return value.rpartition(".")[2].upper()
+    return _wrapped(data, name, default, "a name").rpartition(".")[2].upper()
 
 
 def _integer(bits: int, group: int, *, symmetric: bool = True) -> TensorQuant:
@@ -136,14 +129,19 @@ def _granularity(data: Fields, name: str) -> tuple[str, int]:
 
 def _dtype(data: Fields, name: str, default: str) -> str:
     """The bare name of a torch dtype, a string or an object that holds one."""
+    return _wrapped(data, name, default, "a dtype").removeprefix("torch.")
+
+
+def _wrapped(data: Fields, name: str, default: str, what: str) -> str:
+    """A string, or the one that an object holds under `_data`; raises InvalidCheckpointError saying `what` it is."""
     value = data.values.get(name)
     if isinstance(value, dict):
         value = value.get("_data")
     if value is None:
         return default
     if not isinstance(value, str):
-        raise data.wrong(name, "a dtype")
-    return value.removeprefix("torch.")
+        raise data.wrong(name, what)
+    return value
 
 
 def _intx(data: Fields, granularity: str, mapping: str) -> TensorQuant:
