@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
@@ -19,12 +18,12 @@ import ml_dtypes
 import numpy as np
 import torch
 import torch.nn.functional as F
+from side_by_side import machine, times_in_turn
 
 from omniplat import oracle
 from omniplat.canonical import CanonicalWeight
 from omniplat.capability import matches
 from omniplat.layer import LayerSpec
-from omniplat.reference.linear import has_bf16_units, int_mm_is_exact
 from omniplat.reference.spec import SPEC
 from omniplat.runtime.kernel import LinearKernel, load_kernel
 from omniplat.runtime.layers import QuantLinear
@@ -74,13 +73,6 @@ def kernel_of(scheme: Scheme) -> LinearKernel[object]:
     return kernel
 
 
-def seconds(run: Callable[[], object], calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        run()
-    return (time.perf_counter() - start) / calls
-
-
 def bench(scheme_id: str, size: int, rows: Sequence[int], rounds: int) -> list[Result]:
     layer = layer_of(Scheme.parse(scheme_id), size)
     weight = torch.randn(size, size)
@@ -95,10 +87,7 @@ def bench(scheme_id: str, size: int, rows: Sequence[int], rounds: int) -> list[R
             lambda narrow=narrow: layer(narrow),
         )
         calls = max(1, 64 // count)
-        with torch.inference_mode():
-            for run in runs:
-                run()
-            times = [[seconds(run, calls) for run in runs] for _ in range(rounds)]
+        times = times_in_turn(runs, calls, rounds)
         ratio = median(own / base for base, _, own in times)
         bf16 = median(own / base for _, base, own in times)
         milliseconds = 1e3 * median(own for _, _, own in times)
@@ -119,19 +108,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    machine = {
-        "torch": torch.__version__,
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "exact_int8_products": int_mm_is_exact(),
-        "bf16_units": has_bf16_units(),
-        "threads": arguments.threads,
-        "size": arguments.size,
-    }
+    described = machine(arguments.threads) | {"size": arguments.size}
     results = [r for s in arguments.schemes for r in bench(s, arguments.size, arguments.rows, arguments.rounds)]
     if arguments.json:
-        print(json.dumps({"machine": machine, "results": [asdict(r) for r in results]}, indent=2))
+        print(json.dumps({"machine": described, "results": [asdict(r) for r in results]}, indent=2))
         return
-    print(" ".join(f"{key}={value}" for key, value in machine.items()))
+    print(" ".join(f"{key}={value}" for key, value in described.items()))
     print(f"{'scheme':28s} {'kernel':16s} {'rows':>5s} {'x f32':>7s} {'x bf16':>7s} {'ms':>9s} {'B/weight':>9s}")
     for r in results:
         figures = f"{r.rows:5d} {r.ratio:7.2f} {r.bf16_ratio:7.2f} {r.milliseconds:9.3f} {r.resident:9.3f}"

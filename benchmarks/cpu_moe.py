@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
@@ -21,12 +20,12 @@ import ml_dtypes
 import numpy as np
 import torch
 import torch.nn.functional as F
+from side_by_side import machine, times_in_turn
 
 from omniplat import oracle
 from omniplat.canonical import CanonicalWeight
 from omniplat.layer import LayerSpec, MoeSpec
 from omniplat.reference.kernels import ExpertLoop
-from omniplat.reference.linear import has_bf16_units, int_mm_is_exact
 from omniplat.runtime.layers import QuantExperts
 from omniplat.runtime.tensors import to_torch
 from omniplat.scheme import Scheme
@@ -90,13 +89,6 @@ def loop(
     return y
 
 
-def seconds(run: Callable[[], object], calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        run()
-    return (time.perf_counter() - start) / calls
-
-
 def bench(
     scheme_id: str, shape: Shape, half: tuple[torch.Tensor, torch.Tensor], rows: Sequence[int], rounds: int
 ) -> list[Result]:
@@ -112,10 +104,7 @@ def bench(
             lambda x=x, ids=ids, weights=weights: layer(x, ids, weights),
         )
         calls = max(1, 8 // m)
-        with torch.inference_mode():
-            for run in runs:
-                run()
-            times = [[seconds(run, calls) for run in runs] for _ in range(rounds)]
+        times = times_in_turn(runs, calls, rounds)
         ratio = median(own / base for base, own in times)
         results.append(Result(scheme_id, m, ratio, 1e3 * median(own for _, own in times), layer.nbytes / count))
     return results
@@ -140,19 +129,12 @@ def main() -> None:
         (torch.randn(shape.experts, 2 * shape.intermediate, shape.hidden) / shape.hidden**0.5).to(torch.bfloat16),
         (torch.randn(shape.experts, shape.hidden, shape.intermediate) / shape.intermediate**0.5).to(torch.bfloat16),
     )
-    machine = {
-        "torch": torch.__version__,
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "exact_int8_products": int_mm_is_exact(),
-        "bf16_units": has_bf16_units(),
-        "threads": arguments.threads,
-        **asdict(shape),
-    }
+    described = machine(arguments.threads) | asdict(shape)
     results = [r for s in arguments.schemes for r in bench(s, shape, half, arguments.rows, arguments.rounds)]
     if arguments.json:
-        print(json.dumps({"machine": machine, "results": [asdict(r) for r in results]}, indent=2))
+        print(json.dumps({"machine": described, "results": [asdict(r) for r in results]}, indent=2))
         return
-    print(" ".join(f"{key}={value}" for key, value in machine.items()))
+    print(" ".join(f"{key}={value}" for key, value in described.items()))
     print(f"{'scheme':28s} {'rows':>5s} {'x bf16':>7s} {'ms':>9s} {'B/weight':>9s}")
     for r in results:
         print(f"{r.scheme:28s} {r.rows:5d} {r.ratio:7.2f} {r.milliseconds:9.2f} {r.resident:9.3f}")
