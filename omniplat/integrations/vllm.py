@@ -119,17 +119,13 @@ class OmniplatLinearMethod(LinearMethodBase):  # type: ignore[misc]
             raise InvalidCheckpointError(
                 f"vLLM's layer is {needed} on this rank, the checkpoint's {found}", key=layer.prefix
             )
-        for leaf in loading.leaves:
-            _add_placeholder(layer, leaf, partial(loading.take, leaf))
+        _start(layer, loading)
         self._loading = loading
 
     def process_weights_after_loading(self, layer: Module) -> None:
-        if self._loading is None:
-            return
-        _require_complete(self._loading.missing)
-        for leaf in self._loading.leaves:
-            delattr(layer, leaf)
-        self._loading = None
+        if self._loading is not None:
+            _finish(layer, self._loading)
+            self._loading = None
 
     def apply(self, layer: Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         # vLLM holds the bias, cuts it, and leaves it out on all ranks but one of a row-parallel layer.
@@ -167,17 +163,13 @@ class OmniplatMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 f"rank, the checkpoint's {found[0]} of {found[2]} x {found[1]}",
                 key=layer.layer_name,
             )
-        for leaf in loading.leaves:
-            _add_placeholder(layer, leaf, partial(loading.take, leaf))
+        _start(layer, loading)
         self._loading = loading
 
     def process_weights_after_loading(self, layer: Module) -> None:
-        if self._loading is None:
-            return
-        _require_complete(self._loading.missing)
-        for leaf in self._loading.leaves:
-            delattr(layer, leaf)
-        self._loading = None
+        if self._loading is not None:
+            _finish(layer, self._loading)
+            self._loading = None
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """None: it describes vLLM's own kernels."""
@@ -195,6 +187,19 @@ class OmniplatMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         experts = cast(QuantExperts, getattr(layer, MEMBER))
         y: torch.Tensor = experts(x, topk_ids, topk_weights, layer.expert_map)
         return y
+
+
+def _start(layer: Module, loading: LoadingLinear | LoadingExperts) -> None:
+    """Give `layer` a parameter for every tensor that vLLM's loader may bring."""
+    for leaf in loading.leaves:
+        _add_placeholder(layer, leaf, partial(loading.take, leaf))
+
+
+def _finish(layer: Module, loading: LoadingLinear | LoadingExperts) -> None:
+    """Take those parameters away again, once everything has come."""
+    _require_complete(loading.missing)
+    for leaf in loading.leaves:
+        delattr(layer, leaf)
 
 
 def _add_placeholder(layer: Module, name: str, loader: Callable[..., bool | None]) -> None:
