@@ -22,7 +22,8 @@ class Device:
     """One accelerator or the CPU.
 
     `described` is True when nobody looked at hardware. `memory` is in bytes, 0 when unknown. `versions` maps
-    distribution names to versions for a detected device.
+    distribution names to versions for a detected device. `emulated` is True where the vendor's operators run on the
+    CPU in place of the device: what such a device runs is evidence of its own kind, and needs no vendor distribution.
     """
 
     kind: str
@@ -31,6 +32,7 @@ class Device:
     memory: int = 0
     described: bool = True
     versions: dict[str, str] = field(default_factory=dict, hash=False)
+    emulated: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.arch}" + (f" ({self.name})" if self.name else "")

@@ -74,7 +74,7 @@ def decide(capability: Capability, spec: LayerSpec, device: Device, policy: Poli
     for rule in capability.shapes:
         if rule.dim in sizes and not rule.accepts(sizes[rule.dim]):
             return Rejected(rule.dim, rule.needed, str(sizes[rule.dim]))
-    if not device.described:
+    if not (device.described or device.emulated):
         for text in capability.requires:
             missing = _unsatisfied(text)
             if missing:

@@ -19,11 +19,11 @@ def render(report: Mapping[str, Any], form: str) -> str:
 
 
 def device_text(report: Mapping[str, Any]) -> str:
-    """The device of a report, with its name; "(described)" where none was here."""
+    """The device of a report, with its name; "(emulated)" or "(described)" where none was here."""
     device = report["device"]
     text = f"{device['kind']}:{device['arch']}"
     if not device["present"]:
-        return f"{text} (described)"
+        return f"{text} (emulated)" if device["emulated"] else f"{text} (described)"
     return f"{text} ({device['name']})" if device["name"] else text
 
 

@@ -1,7 +1,7 @@
 """The report of a run: what was tested on what, and what came out. JSON with a schema of its own version.
 
 `result` is "success" (everything that applies to this device ran and passed), "failure", or "partial": something that
-belongs to the claim did not run, or is known to fail. No device is partial, never success.
+belongs to the claim did not run, or is known to fail. No device is partial, never success, also where it is emulated.
 """
 
 from __future__ import annotations
@@ -52,11 +52,13 @@ class Problem:
     message: str
 
 
-def result_of(outcomes: Sequence[Outcome], problems: Sequence[Problem], left_out: int) -> str:
+def result_of(
+    outcomes: Sequence[Outcome], problems: Sequence[Problem], left_out: int, *, emulated: bool = False
+) -> str:
     """The verdict. `left_out`: checks that were collected and deselected, or never ran."""
     if problems or any(item.outcome == "failed" for item in outcomes):
         return "failure"
-    is_partial = left_out or not outcomes or any(item.gap or item.outcome == "known" for item in outcomes)
+    is_partial = emulated or left_out or not outcomes or any(o.gap or o.outcome == "known" for o in outcomes)
     return "partial" if is_partial else "success"
 
 
@@ -85,7 +87,7 @@ def make_report(
     versions = {"torch": installed_version("torch"), **subject.versions}
     return {
         "schema": SCHEMA,
-        "result": result_of(outcomes, problems, left_out),
+        "result": result_of(outcomes, problems, left_out, emulated=device.emulated),
         "profile": profile,
         "backend": {"name": spec.name, "distribution": subject.distribution, "api_version": spec.api_version},
         "device": {
@@ -93,8 +95,8 @@ def make_report(
             "arch": device.arch,
             "name": device.name,
             "present": subject.has_device,
-            "reason": subject.missing,
-            "emulated": False,
+            "reason": "the vendor's operators are emulated on the CPU" if device.emulated else subject.missing,
+            "emulated": device.emulated,
         },
         "omniplat": __version__,
         "suite": suite_digest(),
@@ -126,7 +128,7 @@ def _counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
 
 
 def _capability(subject: Subject, name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """One capability's counts and the evidence that they are: the last of declared, verified on a device, failing."""
+    """One capability's counts and the evidence that they are: declared, emulated, verified on a device or failing."""
     own = [item for item in outcomes if item.capability == name]
     counts = _counts(own)
     capability = next(item for item in subject.spec.capabilities if item.name == name)
@@ -135,9 +137,9 @@ def _capability(subject: Subject, name: str, outcomes: Sequence[Outcome]) -> dic
     evidence = "declared"
     if counts["failed"] or counts["known"]:
         evidence = "failing"
-    elif ran and obstacle is None and subject.has_device and not any(item.gap for item in own):
+    elif ran and obstacle is None and not any(item.gap for item in own):
         # what needs no kernel passes for other architectures too, and proves nothing of them
-        evidence = f"verified on {subject.device}"
+        evidence = "emulated" if subject.device.emulated else f"verified on {subject.device}"
     return {
         "name": name,
         "op": capability.op,

@@ -44,7 +44,10 @@ class Obstacle:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One backend on one device. `device` is described, and `missing` says why, where none is here."""
+    """One backend on one device. `device` is described, and `missing` says why, where none is here.
+
+    An emulated device is none: kernels run on it, and the run stays partial.
+    """
 
     spec: BackendSpec
     device: Device
@@ -54,7 +57,7 @@ class Subject:
 
     @property
     def has_device(self) -> bool:
-        return not self.missing
+        return not self.missing and not self.device.emulated
 
     def obstacle(self, capability: Capability) -> Obstacle | None:
         """What keeps a capability's kernel from running here; None where it runs."""
@@ -64,7 +67,7 @@ class Subject:
             return Obstacle("arch", f"needs {', '.join(capability.archs)}; the device is {self.device.arch}")
         if not capability.impl:
             return Obstacle("no-kernel", f"{capability.name} is declared and has no kernel yet")
-        for requirement in capability.requires:
+        for requirement in capability.requires if not self.device.emulated else ():
             missing = unmet(capability, requirement, self.device)
             if missing:
                 return Obstacle("distribution", f"needs {requirement}, found {missing}")
@@ -85,7 +88,7 @@ class Subject:
     def torch_device(self) -> torch.device:
         import torch
 
-        return torch.device(_TORCH_DEVICES[self.device.kind])
+        return torch.device("cpu" if self.device.emulated else _TORCH_DEVICES[self.device.kind])
 
 
 def unmet(capability: Capability, requirement: str, device: Device) -> str:
@@ -124,5 +127,11 @@ def find_subject(name: str, registry: Registry | None = None, environ: Mapping[s
 
 def environment() -> dict[str, str]:
     """Variables that change what the suite runs on."""
-    names = ("OMNIPLAT_BACKEND", "OMNIPLAT_PREFER", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+    names = (
+        "OMNIPLAT_BACKEND",
+        "OMNIPLAT_PREFER",
+        "OMNIPLAT_EMULATE",
+        "CUDA_VISIBLE_DEVICES",
+        "ASCEND_RT_VISIBLE_DEVICES",
+    )
     return {name: os.environ[name] for name in names if name in os.environ}

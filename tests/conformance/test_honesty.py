@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,6 +15,7 @@ import pytest
 from omniplat.conformance.known import KnownFailure, read_known_failures
 from omniplat.conformance.matrix import committed_reports, support_rows
 from omniplat.conformance.render import render
+from omniplat.conformance.report import Outcome, result_of
 from omniplat.errors import UsageError
 from omniplat.registry import BACKENDS, default_registry
 from tests.conformance.conftest import Runs, environment
@@ -115,6 +117,36 @@ def test_without_a_device_the_run_is_partial(tmp_path: Path, site: Path) -> None
     assert {item["evidence"] for item in report["capabilities"]} == {"declared"}
 
 
+def test_an_emulated_device_is_evidence_of_its_own_kind(tmp_path: Path, site: Path) -> None:
+    """Kernels run on the CPU without the vendor's distribution, and the run is no success: no device was here."""
+    report = tmp_path / "report.json"
+    groups = [f"omniplat.conformance.suite.test_{name}" for name in ("manifest", "contract")]
+    done = run_pytest(
+        tmp_path, site, "--pyargs", *groups, "--omniplat-backend", "zoo-emulated", "--omniplat-profile", "quick",
+        "--omniplat-report", str(report),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    found = json.loads(report.read_text())
+    device = found["device"]
+    assert (device["kind"], device["arch"], device["emulated"], device["present"]) == ("npu", "a5", True, False)
+    assert (found["result"], found["counts"]["failed"], found["skipped"]) == ("partial", 0, [])
+    assert {item["evidence"] for item in found["capabilities"]} == {"emulated"}
+    assert "PARTIAL: zoo-emulated on npu:a5 (emulated)" in done.stdout
+    spec = replace(default_registry().load(BACKENDS, "cpu"), name="zoo-emulated")
+    entry = {**found["capabilities"][0], "name": spec.capabilities[0].name, "executes": spec.capabilities[0].executes}
+    entry |= {key: list(getattr(spec.capabilities[0], key)) for key in ("weights", "activations")}
+    (first, *others) = support_rows([spec], [{**found, "profile": "full", "capabilities": [entry]}])
+    assert first.evidence == "emulated"
+    assert {row.evidence for row in others} == {"declared"}
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_an_emulated_run_is_never_a_success(left_out: int) -> None:
+    passed = Outcome("a", "numerics", "c", "passed")
+    assert result_of([passed], (), left_out, emulated=True) == "partial"
+    assert result_of([Outcome("a", "numerics", "c", "failed")], (), left_out, emulated=True) == "failure"
+
+
 def test_an_unknown_backend_and_no_backend_are_usage_errors(tmp_path: Path, site: Path) -> None:
     done = run_pytest(tmp_path, site, "--pyargs", MANIFEST, "--omniplat-backend", "nonesuch")
     assert done.returncode == 4
@@ -175,8 +207,6 @@ def test_committed_reports_prove_what_is_declared() -> None:
 
 
 def test_a_report_of_another_declaration_proves_nothing(runs: Runs) -> None:
-    from dataclasses import replace
-
     spec = default_registry().load(BACKENDS, "cpu")
     changed = replace(spec, capabilities=tuple(replace(c, weights=(*c.weights, "x")) for c in spec.capabilities))
     assert {row.evidence for row in support_rows([changed], committed_reports())} == {"declared"}

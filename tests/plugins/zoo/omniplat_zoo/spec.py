@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from omniplat.backend import BackendProbe, BackendSpec
 from omniplat.capability import Capability
+from omniplat.device import Device
 from omniplat.host import detect_cpu, installed_versions
 
 _TORCH = ("torch>=2.6",)
@@ -39,6 +40,11 @@ def probe() -> BackendProbe:
     return BackendProbe(True, devices=(f"cpu:{device.arch}",), versions=installed_versions(_TORCH), found=(device,))
 
 
+def emulated_probe() -> BackendProbe:
+    """As where an emulation stands in for the device."""
+    return BackendProbe(True, found=(Device("npu", "a5", "emulated", described=False, emulated=True),))
+
+
 CORRECT = backend("correct", INT8, FOUR_BITS, EXPERTS)
 NIBBLES = backend("nibbles", FOUR_BITS)
 SCALE_ROW = backend("scale-row", INT8)
@@ -57,3 +63,9 @@ UP_FIRST = backend("up-first", EXPERTS)
 DECLARES_LESS = backend("declares-less", INT8)
 VALUE_ERROR = backend("value-error", INT8)
 ONLINE = backend("online", INT8)
+EMULATED = replace(
+    backend("correct", replace(INT8, requires=("torch-npu>=99",))),
+    name="zoo-emulated",
+    kinds=("npu",),
+    probe="omniplat_zoo.spec:emulated_probe",
+)
