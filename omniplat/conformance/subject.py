@@ -125,13 +125,15 @@ def find_subject(name: str, registry: Registry | None = None, environ: Mapping[s
     return Subject(spec, device, reason, plugin.distribution, versions)
 
 
+_VARIABLES = (
+    "OMNIPLAT_BACKEND",
+    "OMNIPLAT_PREFER",
+    "OMNIPLAT_EMULATE",
+    "CUDA_VISIBLE_DEVICES",
+    "ASCEND_RT_VISIBLE_DEVICES",
+)
+
+
 def environment() -> dict[str, str]:
     """Variables that change what the suite runs on."""
-    names = (
-        "OMNIPLAT_BACKEND",
-        "OMNIPLAT_PREFER",
-        "OMNIPLAT_EMULATE",
-        "CUDA_VISIBLE_DEVICES",
-        "ASCEND_RT_VISIBLE_DEVICES",
-    )
-    return {name: os.environ[name] for name in names if name in os.environ}
+    return {name: os.environ[name] for name in _VARIABLES if name in os.environ}
