@@ -1,65 +1,31 @@
-"""Re-encoding MX weights for hardware without MX: the same values under one scale per row.
+"""Re-encoding MX weights for hardware without MX, in NumPy: the same values under one scale per row.
 
-MX scales are powers of two, so a group's scale can be moved into the codes of a wider float format. The *span* of a
-row is the number of binades between its largest and smallest group exponent, over groups that are not all zero
-(producers write byte 0 for zero groups; those are never counted). The target's row scale puts the largest group at
-the top of its range; what the smallest group loses follows from the span alone:
-
-    mxfp4 -> e4m3      span <= 14: exact. 6 * 2^6 = 384 is the largest code that fits, 0.5 * 2^(6-14) = 2^-9 the
-                       smallest
-    mxfp8 -> e4m3      span <= 8 is accepted. Only what falls below e4m3's subnormals is rounded: within a group that
-                       lies 8 binades below the largest, a relative L2 of about 2e-4 on Gaussian weights; whole
-                       rows stay within 3e-6
-    mxfp4 -> int8      span <= 3: exact. 12 * 2^3 = 96 is the largest code, of units of 0.5 * 2^e of the smallest group
+`omniplat.reencoding` has the rules and what they lose. Activations that were rounded to an MX grid move in the same
+way, token by token (`regroup_activation`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from omniplat.canonical import Array, CanonicalWeight
-from omniplat.errors import InvalidSchemeError
-from omniplat.oracle.codecs import decode_codes
+from omniplat.oracle.codecs import Float64, decode_codes
+from omniplat.oracle.quantize import quantize_activation
+from omniplat.oracle.scales import e8m0_exponent
+from omniplat.reencoding import rule_for
 from omniplat.scheme import TensorQuant, parse_weight_id
 
 #: Bias of e8m0 bytes.
 _BIAS = 127
-
-
-@dataclass(frozen=True, slots=True)
-class Reencoding:
-    """One rule: weights of `source` become `target` where every row's span is at most `max_span`.
-
-    `headroom` is the number of binades by which codes of the row's largest group are scaled up.
-    """
-
-    source: str
-    target: str
-    max_span: int
-    headroom: int
-    exact: bool
-
-
-REENCODINGS: dict[tuple[str, str], Reencoding] = {
-    (rule.source, rule.target): rule
-    for rule in (
-        Reencoding("mxfp4", "fp8-channel", 14, 6, exact=True),
-        Reencoding("mxfp8", "fp8-channel", 8, 0, exact=False),
-        Reencoding("mxfp4", "int8-channel", 3, 0, exact=True),
-    )
-}
-
-
-def rule_for(source: str, target: str) -> Reencoding:
-    """The rule between two weight ids; raises InvalidSchemeError where there is none."""
-    try:
-        return REENCODINGS[source, target]
-    except KeyError:
-        raise InvalidSchemeError(source, f"cannot be re-encoded as {target}") from None
+#: Below every exponent of a group: that of a token without any group that is not zero.
+_NO_GROUP = -1000
+#: Tokens whose largest group has a smaller exponent are scaled as if it had this one, so that scales stay normal
+#: numbers in f32. They lose nothing down to 2^-115.
+LEAST_TOKEN_EXPONENT = -100
 
 
 def row_spans(codes: Array, scale: Array, quant: TensorQuant, in_features: int) -> NDArray[np.int64]:
@@ -115,3 +81,26 @@ def reencode(weight: CanonicalWeight, target: str) -> CanonicalWeight:
         scale = np.exp2((base - _BIAS - rule.headroom).astype(np.float64))
     tensors = dict(weight.tensors) | {"codes": codes, "scale": scale.astype(np.float32)}
     return replace(weight, scheme=replace(weight.scheme, weight=parse_weight_id(target)), tensors=tensors)
+
+
+def regroup_activation(x: Array, quant: TensorQuant) -> tuple[Array, NDArray[np.float32]]:
+    """`x` [M, K] rounded to the MX grid of `quant` (mxfp4), then held as e4m3 codes under one power of two per token.
+
+    Codes float8_e4m3fn [M, K] and scales f32 [M, 1]: codes * scales are `quantize_activation` exactly where the
+    group exponents of a token span at most 14 binades. Groups below that are rounded to multiples of 2^-15 of the
+    largest group's scale, so that no value moves by more than 2^-16 of it. A token that holds NaN or Inf gets the scale
+    NaN, one of zeros the scale 1.
+    """
+    rule = rule_for("mxfp4", "fp8-channel")
+    values: Float64 = quantize_activation(x, quant)
+    bad = ~np.isfinite(values).all(axis=1, keepdims=True)
+    values = np.where(bad, 0.0, values)
+    groups = (len(values), -1, quant.group_size)
+    largest = np.abs(np.where(bad, 0.0, x)).astype(np.float32).reshape(groups).max(axis=2)
+    exponents = e8m0_exponent(largest, quant.element, quant.scale_rule)
+    occupied = np.abs(values).reshape(groups).max(axis=2) > 0
+    top = np.where(occupied, exponents, _NO_GROUP).max(axis=1, keepdims=True)
+    shift = np.where(top == _NO_GROUP, 0, np.maximum(top, LEAST_TOKEN_EXPONENT) - rule.headroom)
+    codes = np.ldexp(values, -shift).astype(ml_dtypes.float8_e4m3fn)
+    scales = np.where(bad, np.nan, np.ldexp(1.0, shift)).astype(np.float32)
+    return codes, scales

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from omniplat.canonical import CanonicalWeight
 from omniplat.errors import InvalidSchemeError
 from omniplat.oracle import dequantize, pack_nibbles, quantize_weight
-from omniplat.oracle.reencode import REENCODINGS, reencode, refused_rows, row_spans
+from omniplat.oracle.reencode import reencode, refused_rows, row_spans
+from omniplat.reencoding import REENCODINGS
 from omniplat.scheme import Scheme, parse_weight_id
 
 GROUPS = 4
