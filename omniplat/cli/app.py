@@ -112,6 +112,32 @@ def convert(
 
 
 @app.command()
+def compare(
+    a: Annotated[
+        Path, typer.Argument(metavar="A", help="A checkpoint, an image or a folder of images: the reference.")
+    ],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The same, to be held against A.")],
+    component: ComponentOption = None,
+    max_weight_error: Annotated[
+        float | None, typer.Option("--max-weight-error", metavar="E", help="Largest relative L2 of a weight.")
+    ] = None,
+    min_psnr: Annotated[float | None, typer.Option("--min-psnr", metavar="DB", help="Least PSNR of an image.")] = None,
+    min_ssim: Annotated[
+        float | None, typer.Option("--min-ssim", metavar="S", help="Least structural similarity, at full size.")
+    ] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Two checkpoints weight by weight, or images by PSNR and SSIM at four scales."""
+    from omniplat.cli.compare import compare_command
+
+    code = compare_command(
+        a, b, component=component, max_weight_error=max_weight_error, min_psnr=min_psnr, min_ssim=min_ssim,
+        json_output=json_output,
+    )  # fmt: skip
+    raise typer.Exit(code)
+
+
+@app.command()
 def conformance(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A backend; with --render also a report's file.")],
     profile: Annotated[str, typer.Option("--profile", metavar="P", help="full (default) or quick.")] = "full",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -25,6 +25,7 @@ import numpy as np
 from omniplat.canonical import ROW_ROLES, Array, CanonicalWeight
 from omniplat.checkpoint.folder import METADATA_FILES, Checkpoint, Component, read_json
 from omniplat.checkpoint.header import read_header
+from omniplat.checkpoint.modules import split_name
 from omniplat.checkpoint.reader import ShardReader
 from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.errors import InvalidCheckpointError, UsageError
@@ -171,6 +172,7 @@ def _outputs(root: Path, shard: str, part: ResolvedPart, dtype: str) -> list[_Ou
     """The tensors of the shard that takes the place of `shard`."""
     kind, width = DTYPES[dtype]
     quantized: dict[str, ResolvedModule] = {}
+    dequantized: set[str] = set()
     consumed: set[str] = set()
     for module in part.modules:
         if module.scheme.is_unquantized:
@@ -183,6 +185,7 @@ def _outputs(root: Path, shard: str, part: ResolvedPart, dtype: str) -> list[_Ou
             consumed.discard(module.tensors["codes"].name)
         else:
             quantized[module.tensors["codes"].name] = module
+            dequantized.add(module.name)
     outputs = []
     for info in read_header(root, shard).tensors:
         found = quantized.get(info.name)
@@ -191,7 +194,7 @@ def _outputs(root: Path, shard: str, part: ResolvedPart, dtype: str) -> list[_Ou
             shape = (*lead, found.out_features, found.in_features)
             size = int(np.prod(shape)) * width
             outputs.append(_Output(weight_name(found), kind, shape, size, module=found))
-        elif info.name not in consumed:
+        elif info.name not in consumed and not _describes(info, dequantized):
             outputs.append(_Output(info.name, info.dtype, info.shape, info.nbytes, source=info))
     names = [output.name for output in outputs]
     if len(set(names)) != len(names):
@@ -199,6 +202,13 @@ def _outputs(root: Path, shard: str, part: ResolvedPart, dtype: str) -> list[_Ou
         raise InvalidCheckpointError("would be written twice", file=shard, key=double)
     # Widest elements first, as the safetensors library writes them: every tensor then starts aligned.
     return sorted(outputs, key=lambda o: (-_BYTES_OF.get(o.dtype, 2 if "16" in o.dtype else 1), o.name))
+
+
+def _describes(info: TensorInfo, modules: Collection[str]) -> bool:
+    """True for what lies beside the weight of one of `modules` and, in no role of it, tells how it was quantized:
+    bitsandbytes' state and tables, scales of inputs or outputs that nothing asks for."""
+    owner, leaf = split_name(info)
+    return owner in modules and leaf != "bias"
 
 
 def _write_shard(
