@@ -121,7 +121,7 @@ def load_layers(planned: Planned, rank: Rank | None = None) -> Iterable[tuple[st
     from omniplat.runtime.slicer import WHOLE
     from omniplat.runtime.tensors import device_of
 
-    device = device_of(planned.plan.device.kind)
+    device = device_of(planned.device)
     workspaces = Workspaces()
     readers = {item.component.name: ShardReader(item.component.root) for item in planned.resolutions}
     for item in planned.layers:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 from packaging.requirements import Requirement
 
 from omniplat.capability import Accepted, Capability, Decision, Rejected, compare_activation, matches
 from omniplat.device import Device
+from omniplat.host import installed_version
 from omniplat.layer import LayerSpec
 
 #: What a caller may allow beyond the default rules (`--allow`).
@@ -74,21 +74,26 @@ def decide(capability: Capability, spec: LayerSpec, device: Device, policy: Poli
     for rule in capability.shapes:
         if rule.dim in sizes and not rule.accepts(sizes[rule.dim]):
             return Rejected(rule.dim, rule.needed, str(sizes[rule.dim]))
-    if not (device.described or device.emulated):
+    if not device.described:
         for text in capability.requires:
-            missing = _unsatisfied(text)
+            missing = unmet(text, device)
             if missing:
                 return Rejected("distribution", text, missing)
     activation = capability.executes or spec.scheme.activation_id
     return Accepted(f"{spec.scheme.weight_id}/{activation}", capability.via)
 
 
-def _unsatisfied(requirement: str) -> str:
-    """What is installed where `requirement` is not met; "" where it is."""
+def unmet(requirement: str, device: Device) -> str:
+    """What is there where `requirement` is not met; "" where it is.
+
+    An emulated device has the versions that it emulates, and needs no other distribution.
+    """
     needed = Requirement(requirement)
-    try:
-        found = version(needed.name)
-    except PackageNotFoundError:
+    if device.emulated:
+        found = device.versions.get(needed.name, "")
+        return "" if not found or needed.specifier.contains(found, prereleases=True) else found
+    found = installed_version(needed.name)
+    if not found:
         return "not installed"
     return "" if needed.specifier.contains(found, prereleases=True) else found
 

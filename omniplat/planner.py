@@ -73,6 +73,7 @@ class Planned:
     """A plan and its layers as objects; `resolutions` has the resolved modules of every component."""
 
     plan: Plan
+    device: Device
     layers: tuple[PlannedLayer, ...]
     resolutions: tuple[Resolution, ...]
 
@@ -118,7 +119,7 @@ def make_plan(
         tuple(item.component.name for item in resolutions),
         checkpoint.revision,
     )
-    return Planned(_document(source, target, layers, findings), tuple(layers), tuple(resolutions))
+    return Planned(_document(source, target, layers, findings), target.device, tuple(layers), tuple(resolutions))
 
 
 def _advice(packed: Packed, target: Target, part: Component) -> list[Finding]:
@@ -144,7 +145,7 @@ def plan_layers(
         planner = _ComponentPlanner(Packed(own, UNKNOWN, HeadCounts({}), (), {}), target)
         planned += [planner.plan(layer) for layer in own]
         found += planner.findings()
-    return Planned(_document(source, target, planned, found), tuple(planned), ())
+    return Planned(_document(source, target, planned, found), target.device, tuple(planned), ())
 
 
 def _document(

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from omniplat.cli.emulate import emulated_device, start_emulation, target_device
 from omniplat.cli.output import report_error
 from omniplat.errors import OmniplatError
 
@@ -46,6 +47,7 @@ def info(json_output: JsonOption = False) -> None:
 
 @app.command()
 def plan(
+    context: typer.Context,
     checkpoint: CheckpointArgument,
     device: DeviceOption = None,
     backend: BackendOption = None,
@@ -67,14 +69,16 @@ def plan(
     from omniplat.cli.plan import plan_command
 
     code = plan_command(
-        checkpoint, device, backend=backend, tp=tp, ep=ep, component=component, allow=allow or [], prefer=prefer,
-        engine=engine, revision=revision, method=method, show_all=show_all, explain=explain, json_output=json_output,
+        checkpoint, target_device(context, device), backend=backend, tp=tp, ep=ep, component=component,
+        allow=allow or [], prefer=prefer, engine=engine, revision=revision, method=method, show_all=show_all,
+        explain=explain, json_output=json_output,
     )  # fmt: skip
     raise typer.Exit(code)
 
 
 @app.command()
 def run(
+    context: typer.Context,
     checkpoint: CheckpointArgument,
     device: DeviceOption = None,
     backend: BackendOption = None,
@@ -92,8 +96,8 @@ def run(
     from omniplat.cli.run import run_command
 
     code = run_command(
-        checkpoint, device, backend=backend, reference=reference, component=component, allow=allow or [],
-        prefer=prefer, tokens=tokens, seed=seed, json_output=json_output,
+        checkpoint, target_device(context, device), backend=backend, reference=reference, component=component,
+        allow=allow or [], prefer=prefer, tokens=tokens, seed=seed, json_output=json_output,
     )  # fmt: skip
     raise typer.Exit(code)
 
@@ -139,6 +143,7 @@ def compare(
 
 @app.command()
 def conformance(
+    context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="A backend; with --render also a report's file.")],
     profile: Annotated[str, typer.Option("--profile", metavar="P", help="full (default) or quick.")] = "full",
     report: Annotated[Path | None, typer.Option("--report", metavar="R.JSON", help="Write the report there.")] = None,
@@ -158,7 +163,7 @@ def conformance(
 
     code = conformance_command(
         name, profile=profile, report=report, known_failures=known_failures, commit=commit, render_as=render,
-        allow_partial=allow_partial, select=select, json_output=json_output,
+        allow_partial=allow_partial, select=select, emulated=emulated_device(context), json_output=json_output,
     )  # fmt: skip
     raise typer.Exit(code)
 
@@ -192,13 +197,22 @@ def new_backend(
 
 
 @app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    emulate: Annotated[
+        str | None,
+        typer.Option("--emulate", metavar="D", help="plan, run, conformance: run a vendor's operators on the CPU."),
+    ] = None,
+) -> None:
     """Options of the program itself."""
     if version:
         from omniplat._version import __version__
 
         print(__version__)
         raise typer.Exit
+    if emulate is not None:
+        start_emulation(context, emulate)
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ def conformance_command(
     render_as: str | None,
     allow_partial: bool,
     select: str | None,
+    emulated: str | None,
     json_output: bool,
 ) -> int:
     """Body of the command. Returns 0 for success (and partial where allowed), else 1.
@@ -47,7 +48,14 @@ def conformance_command(
         document = read_report(Path(name))
     else:
         document = _run(
-            name, profile, report, known_failures, commit, select, quiet=json_output or render_as is not None
+            name,
+            profile,
+            report,
+            known_failures,
+            commit,
+            select,
+            emulated,
+            quiet=json_output or render_as is not None,
         )
     if json_output:
         print_json(document)
@@ -66,6 +74,7 @@ def _run(
     known_failures: Path | None,
     commit: str,
     select: str | None,
+    emulated: str | None,
     *,
     quiet: bool,
 ) -> dict[str, Any]:
@@ -83,6 +92,8 @@ def _run(
             options += ["--omniplat-known-failures", str(known_failures.absolute())]
         if commit:
             options += ["--omniplat-commit", commit]
+        if emulated:
+            options += ["--omniplat-emulate", emulated]
         if select:
             options += ["-k", select]
         code = _pytest(options, Path(folder), quiet=quiet)

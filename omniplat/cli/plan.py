@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from omniplat.api import plan as make
 from omniplat.cli.output import escape, human_bytes, make_console, print_json
+from omniplat.device import Device
 from omniplat.document import Plan, PlanLayer, PlanTrace
 from omniplat.errors import UsageError
 
@@ -24,7 +25,7 @@ _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 def plan_command(
     checkpoint: str,
-    device: str | None,
+    device: str | Device | None,
     *,
     backend: str | None,
     tp: int,

@@ -13,6 +13,7 @@ from omniplat.checkpoint.folder import Component, open_checkpoint
 from omniplat.checkpoint.reader import ShardReader
 from omniplat.cli.output import answering_no, escape, human_bytes, make_console, print_json
 from omniplat.cli.plan import collapse, group_names, print_plan
+from omniplat.device import Device
 from omniplat.errors import UsageError
 from omniplat.planner import Planned
 
@@ -27,7 +28,7 @@ SCHEMA = "omniplat.run/1"
 
 def run_command(
     checkpoint: str,
-    device: str | None,
+    device: str | Device | None,
     *,
     backend: str | None,
     reference: Path | None,

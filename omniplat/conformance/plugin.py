@@ -6,7 +6,14 @@ suite become checks of that backend, and a report is kept. Nothing else of a run
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
 import pytest
+
+if TYPE_CHECKING:
+    from omniplat.emulation import Emulation
 
 #: The name under which a running session is registered with pytest.
 SESSION = "omniplat-conformance-session"
@@ -17,6 +24,7 @@ _ATTRIBUTE = "omniplat_check"
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("omniplat", "conformance of omniplat backends")
     group.addoption("--omniplat-backend", metavar="NAME", help="the backend that the conformance suite examines")
+    group.addoption("--omniplat-emulate", metavar="D", help="emulate this device on the CPU, such as npu:a5")
     group.addoption("--omniplat-profile", metavar="P", default="full", help="full (default) or quick")
     group.addoption("--omniplat-report", metavar="FILE", help="write the report there, as JSON")
     group.addoption("--omniplat-known-failures", metavar="FILE", help="TOML: failures that are known")
@@ -39,3 +47,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if session is None:
         raise pytest.UsageError("the conformance suite needs a backend: --omniplat-backend NAME")
     session.generate(metafunc)
+
+
+@pytest.fixture
+def omniplat_emulate() -> Iterator[Callable[[str], Emulation]]:
+    """`omniplat_emulate("npu:a5")` emulates a device until the test ends, which fails if calls were silently wrong."""
+    from omniplat.emulation import emulate
+
+    started: list[Emulation] = []
+    with ExitStack() as stack:
+
+        def start(device: str) -> Emulation:
+            started.append(stack.enter_context(emulate(device)))
+            return started[-1]
+
+        yield start
+        found = [violation for emulation in started for violation in emulation.violations]
+    assert not found, "the vendor would silently get this wrong: " + "; ".join(map(str, found))

@@ -10,8 +10,9 @@ import importlib
 import pkgutil
 import time
 from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -22,6 +23,9 @@ from omniplat.conformance.known import KnownFailure, read_known_failures
 from omniplat.conformance.report import Outcome, Problem, make_report, write_report
 from omniplat.conformance.subject import Subject, find_subject
 from omniplat.errors import OmniplatError
+
+if TYPE_CHECKING:
+    from omniplat.emulation import Emulation
 
 _PROPERTY = "omniplat-check"
 _NONE = "none-declared"
@@ -35,25 +39,46 @@ def start(config: pytest.Config, name: str) -> Session:
     known = config.getoption("--omniplat-known-failures")
     report = config.getoption("--omniplat-report")
     try:
-        subject = find_subject(name)
+        emulation = _emulation(config)
+        subject = find_subject(name, emulated=emulation.device if emulation is not None else None)
         entries = read_known_failures(Path(known)) if known else ()
     except OmniplatError as error:
         raise pytest.UsageError(error.message) from error
     commit = str(config.getoption("--omniplat-commit"))
-    return Session(subject, profile, entries, Path(report).absolute() if report else None, commit)
+    written = Path(report).absolute() if report else None
+    return Session(subject, profile, entries, written, commit, emulation)
+
+
+def _emulation(config: pytest.Config) -> Emulation | None:
+    """The emulation that the run asks for, on until pytest ends; None for a real device."""
+    device = config.getoption("--omniplat-emulate")
+    if not device:
+        return None
+    from omniplat.emulation import emulate
+
+    stack = ExitStack()
+    config.add_cleanup(stack.close)
+    return stack.enter_context(emulate(str(device)))
 
 
 class Session:
     """Pytest hooks of one run."""
 
     def __init__(
-        self, subject: Subject, profile: str, known: tuple[KnownFailure, ...], report: Path | None, commit: str = ""
+        self,
+        subject: Subject,
+        profile: str,
+        known: tuple[KnownFailure, ...],
+        report: Path | None,
+        commit: str = "",
+        emulation: Emulation | None = None,
     ) -> None:
         self._subject = subject
         self._profile = profile
         self._known = known
         self._report = report
         self._commit = commit
+        self._emulation = emulation
         self._cases: dict[Callable[..., Any], tuple[HasId, ...]] = {}
         self._outcomes: dict[str, Outcome] = {}
         self._problems: list[Problem] = []
@@ -118,6 +143,15 @@ class Session:
         obstacle = obstacle_of(found, self._subject, _case_of(item))
         if obstacle is not None:
             pytest.skip(f"{SUITE_SKIP[obstacle.is_gap]}{obstacle.reason}")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
+        """A check whose calls the vendor's library would silently get wrong fails, whatever came out here."""
+        before = len(self._emulation.violations) if self._emulation is not None else 0
+        yield
+        if self._emulation is not None and _check_of(item) is not None:
+            found = self._emulation.violations[before:]
+            assert not found, "the vendor would silently get this wrong: " + "; ".join(map(str, found))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(

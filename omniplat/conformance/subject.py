@@ -11,10 +11,9 @@ from omniplat.backend import BackendProbe, BackendSpec
 from omniplat.capability import Capability, Rejected
 from omniplat.choose import backend_devices
 from omniplat.device import DEFAULT_ARCH, Device
-from omniplat.errors import OmniplatError
-from omniplat.host import installed_version
+from omniplat.errors import OmniplatError, UsageError
 from omniplat.layer import LayerSpec
-from omniplat.match import Policy, decide
+from omniplat.match import Policy, decide, unmet
 from omniplat.registry import BACKENDS, Registry, default_registry, probe_backend
 
 if TYPE_CHECKING:
@@ -67,8 +66,8 @@ class Subject:
             return Obstacle("arch", f"needs {', '.join(capability.archs)}; the device is {self.device.arch}")
         if not capability.impl:
             return Obstacle("no-kernel", f"{capability.name} is declared and has no kernel yet")
-        for requirement in capability.requires if not self.device.emulated else ():
-            missing = unmet(capability, requirement, self.device)
+        for requirement in capability.requires:
+            missing = unmet(requirement, self.device)
             if missing:
                 return Obstacle("distribution", f"needs {requirement}, found {missing}")
         return None
@@ -91,25 +90,19 @@ class Subject:
         return torch.device("cpu" if self.device.emulated else _TORCH_DEVICES[self.device.kind])
 
 
-def unmet(capability: Capability, requirement: str, device: Device) -> str:
-    """What is installed where a requirement of the capability is not met; "" where it is."""
-    from packaging.requirements import Requirement
+def find_subject(name: str, registry: Registry | None = None, emulated: Device | None = None) -> Subject:
+    """The backend of that name, on the `emulated` device instead of one that its probe finds where one is given.
 
-    needed = Requirement(requirement)
-    found = installed_version(needed.name)
-    if not found:
-        return "nothing installed"
-    return "" if needed.specifier.contains(found, prereleases=True) else found
-
-
-def find_subject(name: str, registry: Registry | None = None, environ: Mapping[str, str] | None = None) -> Subject:
-    """The backend of that name. Raises what the registry raises where it cannot even be loaded.
-
-    A probe that fails leaves the subject without a device: the manifest group reports the failure.
+    Raises what the registry raises where the backend cannot even be loaded, and UsageError where it serves no device of
+    the emulated kind. A probe that fails leaves the subject without a device: the manifest group reports the failure.
     """
     registry = registry or default_registry()
     spec = registry.load(BACKENDS, name)
     plugin = next(item for item in registry.plugins(BACKENDS) if item.name == name)
+    if emulated is not None:
+        if emulated.kind not in spec.kinds:
+            raise UsageError(f"backend {name} serves {', '.join(spec.kinds)}, and {emulated} is emulated")
+        return Subject(spec, emulated, "", plugin.distribution, emulated.versions)
     try:
         probe = probe_backend(spec)
     except OmniplatError as error:

@@ -68,7 +68,7 @@ def load_into(
         opened, device, backend=backend, component=part.name or None, allow=allow, prefer=prefer, divide=divide
     )
     require_runnable(planned.plan)
-    where = device_of(planned.plan.device.kind)
+    where = device_of(planned.device)
     _Loading(model, places, names, planned, part, where).run()
     return planned.plan
 

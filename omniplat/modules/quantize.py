@@ -69,7 +69,7 @@ def quantize_model(
     findings = _findings(verdicts, allowed="model-advice" in target.policy.allow)
     planned = plan_layers(PlanCheckpoint(f"<{type(model).__name__}>", ("online",), ("",)), layers, target, findings)
     require_runnable(planned.plan)
-    where = device_of(target.device.kind)
+    where = device_of(target.device)
     workspaces = Workspaces()
     made = [
         (verdict.place, _quantized(item, verdict, where, workspaces))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from omniplat.canonical import Array, CanonicalWeight
+from omniplat.device import Device
 from omniplat.errors import BackendUnavailableError
 from omniplat.scheme import Scheme
 
@@ -49,14 +50,14 @@ class WeightTensors:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
 
-def device_of(kind: str) -> torch.device:
-    """Where a layer on a device of this kind lies; raises BackendUnavailableError where torch cannot use it here."""
-    device = torch.device({"rocm": "cuda"}.get(kind, kind))
+def device_of(device: Device) -> torch.device:
+    """Where a layer on `device` lies; raises BackendUnavailableError where torch cannot use it here."""
+    found = torch.device("cpu" if device.emulated else {"rocm": "cuda"}.get(device.kind, device.kind))
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as exc:
-        raise BackendUnavailableError(kind, str(exc).partition("\n")[0]) from exc
-    return device
+        raise BackendUnavailableError(device.kind, str(exc).partition("\n")[0]) from exc
+    return found
 
 
 def to_tensor(array: Array) -> torch.Tensor:
