@@ -1,11 +1,13 @@
 """The Triton form of `quantize_rows`: one program per row reads it once and writes codes and scale.
 
 Codes are rounded on the bits and not by a conversion, so that the result is the same on devices that have fp8
-conversions, on those that have none, and under Triton's interpreter. Imports triton.
+conversions, on those that have none, and under Triton's interpreter. NVIDIA's devices from sm89 on convert by
+themselves, to the same bytes, and divide with a reciprocal that is corrected to the IEEE quotient. Imports triton.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among 
     PRE: tl.constexpr,
     GIVEN: tl.constexpr,
     RECIPROCAL: tl.constexpr,
+    HARDWARE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -50,16 +53,29 @@ def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among 
         scale = tl.where(scale < least, least, scale)
         tl.store(scales + row, scale)
         multiplier = tl.div_rn(top, tl.where(amax == 0.0, 1.0, amax))
+    safe = tl.where(scale == 0.0, 1.0, scale)
     if RECIPROCAL:
         scaled = v * multiplier
+    elif HARDWARE:
+        if (safe > 2.0**-60) & (safe < 2.0**60):
+            # A correctly rounded reciprocal and one step of correction give the rounded quotient (Markstein), as long
+            # as nothing underflows; quotients beyond every code keep their first form, which may be Inf.
+            inverse = tl.div_rn(1.0, safe)
+            quotient = v * inverse
+            corrected = tl.fma(tl.fma(-quotient, tl.broadcast_to(safe, [BLOCK]), v), inverse, quotient)
+            scaled = tl.where(tl.abs(quotient) < 65536.0, corrected, quotient)
+        else:
+            scaled = tl.div_rn(v, tl.broadcast_to(safe, [BLOCK]))
     else:
-        scaled = tl.div_rn(v, tl.broadcast_to(tl.where(scale == 0.0, 1.0, scale), [BLOCK]))
+        scaled = tl.div_rn(v, tl.broadcast_to(safe, [BLOCK]))
     scaled = tl.where(scale == 0.0, 0.0, scaled)
     if INTEGER:
         bounded = tl.where(scaled > 127.0, 127.0, tl.where(scaled < -128.0, -128.0, scaled))
         # 1.5 * 2^23: its unit is 1, so that the sum is rounded to nearest even
         whole = (bounded + 12582912.0) - 12582912.0
         tl.store(codes + row * columns + k, whole.to(tl.int8), mask=inside)
+    elif HARDWARE:
+        tl.store(codes + row * columns + k, scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside)
     else:
         bits = scaled.to(tl.int32, bitcast=True)
         sign = (bits >> 24) & 0x80
@@ -75,6 +91,12 @@ def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among 
 
 
 _KERNEL: Any = triton.jit(_rows)
+
+
+@lru_cache(maxsize=64)
+def converts_fp8(device: torch.device) -> bool:
+    """True on NVIDIA's devices that round f32 to e4m3 themselves: nearest even, saturating."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def quantize_rows(
@@ -106,6 +128,7 @@ def quantize_rows(
         PRE=pre_scale is not None,
         GIVEN=given is not None,
         RECIPROCAL=given is None and quant.scale_rule == "absmax-reciprocal",
+        HARDWARE=converts_fp8(x.device),
         BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
         # a product and a sum that become one operation would round once where the rule rounds twice

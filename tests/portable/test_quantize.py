@@ -5,7 +5,6 @@ Triton's form runs on a CUDA device, or anywhere under its interpreter (TRITON_I
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,18 +14,11 @@ import pytest
 import torch
 
 from omniplat import oracle
-from omniplat.portable.quantize import has_triton, quantize_rows, quantize_rows_torch, why_not
+from omniplat.portable.quantize import quantize_rows, quantize_rows_torch, why_not
 from omniplat.runtime.tensors import to_array, to_tensor
 from omniplat.scheme import TensorQuant, parse_activation_id
+from tests.support.triton import TRITON_DEVICE, needs_cuda, needs_triton
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_triton = [
-    pytest.mark.skipif(not has_triton(), reason="triton is not installed"),
-    pytest.mark.skipif(
-        not (INTERPRETED or torch.cuda.is_available()), reason="no CUDA device, and TRITON_INTERPRET is not 1"
-    ),
-]
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 RULES = ("absmax", "half-range", "absmax-clamped", "absmax-reciprocal")
 DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
@@ -44,7 +36,7 @@ def in_triton(x: torch.Tensor, quant: TensorQuant, pre: torch.Tensor | None, giv
 FORMS = [
     pytest.param(quantize_rows_torch, "cpu", id="torch-cpu"),
     pytest.param(quantize_rows_torch, "cuda", marks=needs_cuda, id="torch-cuda"),
-    pytest.param(in_triton, "cpu" if INTERPRETED else "cuda", marks=needs_triton, id="triton"),
+    pytest.param(in_triton, TRITON_DEVICE, marks=needs_triton, id="triton"),
 ]
 each_form = pytest.mark.parametrize(("form", "device"), FORMS)
 

@@ -11,20 +11,22 @@ import torch
 from omniplat_cuda.spec import SPEC
 
 from omniplat import oracle
-from omniplat.canonical import CanonicalWeight
-from omniplat.conformance.tolerances import accumulation
 from omniplat.device import parse_device
 from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
 from omniplat.layer import LayerSpec
 from omniplat.match import Policy, match
-from omniplat.runtime.kernel import LinearKernel, load_kernel
-from omniplat.runtime.layers import QuantLinear
 from omniplat.runtime.tensors import to_torch
 from omniplat.scheme import Scheme
+from tests.backends.cuda.building import (
+    check,
+    each_device,
+    kernel_of,
+    layer_of,
+    require_product,
+    weight_of,
+)
+from tests.support.triton import needs_cuda
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
-CAPABILITIES = {capability.name: capability for capability in SPEC.capabilities if capability.impl}
 #: kernel -> schemes that it declares
 SCHEMES = [
     *[("scaled_mm_tensor", f"fp8-tensor/{a}") for a in ("fp8-tensor", "fp8-tensor-static")],
@@ -36,73 +38,11 @@ SCHEMES = [
 each_scheme = pytest.mark.parametrize(("kernel", "scheme"), SCHEMES)
 
 
-def has_rowwise_product() -> bool:
-    """True where the CPU's `torch._scaled_mm` takes scales per row: newer torch only."""
-    codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn)
-    try:
-        torch._scaled_mm(codes, codes.t(), torch.ones(16, 1), torch.ones(1, 16), out_dtype=torch.bfloat16)
-    except (RuntimeError, ValueError):
-        return False
-    return True
-
-
-HAS_ROWWISE = has_rowwise_product()
-UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
-
-
-def kernel_of(name: str) -> LinearKernel[object]:
-    kernel = load_kernel(CAPABILITIES[name].impl)
-    assert isinstance(kernel, LinearKernel)
-    assert kernel.name == name
-    return kernel
-
-
-def weight_of(scheme: Scheme, n: int = 48, k: int = 96, seed: int = 0) -> CanonicalWeight:
-    values = np.random.default_rng(seed).standard_normal((n, k)).astype(np.float32)
-    weight = replace(oracle.quantize_weight(values, scheme.weight), scheme=scheme)
-    tensors = dict(weight.tensors)
-    if scheme.weight.is_integer:
-        # oneDNN's products saturate on CPUs without VNNI: codes of 7 bits do not
-        tensors["codes"] = (tensors["codes"] // 2).astype(np.int8)
-    if scheme.activation is not None and not scheme.activation.dynamic:
-        tensors["input_scale"] = np.float32([0.02]) if scheme.activation.is_integer else np.float32([0.006])
-    return replace(weight, tensors=tensors)
-
-
-def require_product(kernel: str, device: str) -> None:
-    if device == "cpu" and kernel.startswith("scaled_mm") and not HAS_ROWWISE:
-        pytest.skip(f"torch {torch.__version__} has no fp8 product with scales per row on the CPU")
-
-
-def layer_of(kernel: str, weight: CanonicalWeight, device: str, dtype: str = "bf16") -> QuantLinear:
-    require_product(kernel, device)
-    spec = LayerSpec("layer", "linear", weight.out_features, weight.in_features, weight.scheme, dtype=dtype)
-    built = kernel_of(kernel)
-    return QuantLinear(spec, built, built.prepare(to_torch(weight, device=torch.device(device)), spec))
-
-
-def check(layer: QuantLinear, weight: CanonicalWeight, x: torch.Tensor, accumulator: str) -> None:
-    """Within what the accumulator and the output's rounding allow of the oracle's layer."""
-    y = layer(x)
-    assert y.dtype == x.dtype
-    assert y.is_contiguous()
-    assert y.shape == (*x.shape[:-1], weight.out_features)
-    values = x.cpu().to(torch.float32).numpy().reshape(-1, weight.in_features)
-    wanted = oracle.linear(values, weight)
-    magnitudes = np.abs(oracle.dequantize(weight))
-    sums = np.abs(values).astype(np.float64) * 1.25 @ magnitudes.T + 1e-30
-    factor = accumulation(accumulator, weight.in_features, weight.scheme.weight, weight.scheme.activation)
-    allowed = factor * sums + UNIT[x.dtype] * np.abs(wanted)
-    error = np.abs(y.cpu().to(torch.float64).numpy().reshape(wanted.shape) - wanted)
-    assert (error <= allowed).all(), f"{float((error / allowed).max()):.3g} times the bound"
-
-
 @each_device
 @each_scheme
 def test_a_layer_computes_what_the_oracle_does(kernel: str, scheme: str, device: str) -> None:
     weight = weight_of(Scheme.parse(scheme))
     torch.manual_seed(0)
-    accumulator = CAPABILITIES[kernel].accumulator
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "f16"), (torch.float32, "f32")):
         layer = layer_of(kernel, weight, device, name)
         for rows in (0, 1, 3, 16, 17, 257):
@@ -110,10 +50,8 @@ def test_a_layer_computes_what_the_oracle_does(kernel: str, scheme: str, device:
             if rows == 0:
                 assert layer(x).shape == (0, 48)
             else:
-                check(layer, weight, x, accumulator)
-        check(
-            layer, weight, torch.randn(2, 5, 192, device=device).to(dtype)[..., ::2], CAPABILITIES[kernel].accumulator
-        )
+                check(layer, weight, x)
+        check(layer, weight, torch.randn(2, 5, 192, device=device).to(dtype)[..., ::2])
 
 
 @each_device
@@ -144,8 +82,7 @@ def test_smoothing_is_applied(kernel: str, scheme: str, device: str) -> None:
     bare = weight_of(replace(Scheme.parse(scheme), pre_scale=True))
     weight = replace(bare, tensors={**bare.tensors, "pre_scale": np.linspace(0.2, 1.2, 96, dtype=np.float32)})
     torch.manual_seed(2)
-    check(layer_of(kernel, weight, device), weight, torch.randn(9, 96, device=device).bfloat16(),
-          CAPABILITIES[kernel].accumulator)  # fmt: skip
+    check(layer_of(kernel, weight, device), weight, torch.randn(9, 96, device=device).bfloat16())
 
 
 @each_device
@@ -155,7 +92,7 @@ def test_fused_parts_keep_their_own_scales(device: str) -> None:
     weight = replace(first, out_features=32, tensors=joined)
     assert len(np.unique(weight.tensors["scale"])) == 2
     layer = layer_of("scaled_mm_tensor", weight, device)
-    check(layer, weight, torch.randn(5, 96, device=device).bfloat16(), "fp22")
+    check(layer, weight, torch.randn(5, 96, device=device).bfloat16())
 
 
 @each_device

@@ -14,6 +14,7 @@ from omniplat.layer import LayerSpec
 from omniplat.portable.quantize import why_not
 from omniplat.runtime.kernel import LinearKernel, Prepared
 from omniplat.runtime.tensors import WeightTensors
+from omniplat.scheme import TensorQuant
 from omniplat_cuda.kernels import ops as _ops  # registers the operators
 
 #: Roles that a layer of these kernels may have; `input_scale` is kept for static activations only.
@@ -49,6 +50,10 @@ class _TorchLinear(LinearKernel[TorchConfig]):
             raise UnsupportedCombinationError(
                 "cuda", spec.op, weight.scheme.id, [spec.name], [f"{self.name}  needs {reason}"]
             )
+        return self.laid_out(weight, spec, activation)
+
+    def laid_out(self, weight: WeightTensors, spec: LayerSpec, activation: TensorQuant) -> Prepared[TorchConfig]:
+        """The buffers of a weight in 8-bit codes with scales per row, for inputs quantized by `activation`."""
         tensors = {
             "codes": self._codes(weight.tensors["codes"], spec),
             "scale": weight.tensors["scale"].to(torch.float32).reshape(1, -1).contiguous(),
@@ -100,7 +105,7 @@ class _TorchLinear(LinearKernel[TorchConfig]):
         """The buffer of codes, contiguous [N, K]."""
 
 
-class _ScaledMm(_TorchLinear):
+class ScaledMm(_TorchLinear):
     """fp8 e4m3 by fp8 e4m3 with `torch._scaled_mm`: scales f32 [M, 1] and [1, N], or one each.
 
     Sums are kept in the 22 bits of the FP8 units ("fast accumulation"); a result is rounded once.
@@ -117,7 +122,7 @@ class _ScaledMm(_TorchLinear):
         return stored
 
 
-class ScaledMmTensor(_ScaledMm):
+class ScaledMmTensor(ScaledMm):
     """One scale for the whole input, and for each part of the weight."""
 
     name: ClassVar[str] = "scaled_mm_tensor"
@@ -125,7 +130,7 @@ class ScaledMmTensor(_ScaledMm):
     activations: ClassVar[tuple[str, ...]] = ("fp8-tensor", "fp8-tensor-static")
 
 
-class ScaledMmRow(_ScaledMm):
+class ScaledMmRow(ScaledMm):
     """One scale per token and per row of the weight, either of which may be the same for all."""
 
     name: ClassVar[str] = "scaled_mm_row"

@@ -1,0 +1,66 @@
+"""Linear layers whose MX weights run on FP8 units: rewritten as e4m3 with one power of two per row.
+
+What is multiplied are the declared values: mxfp4 weights move exactly, mxfp8 weights lose only what lies below e4m3's
+subnormals (`omniplat.reencoding`). mxfp4 activations are rounded to their MX grid and then held as e4m3 under one scale
+per token, exactly where a token's groups span at most 14 binades (`omniplat.portable.mx_grid`); mxfp8 activations are
+replaced by fp8 with one scale per token, as the plan says.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from omniplat.capability import Capability
+from omniplat.errors import UnsupportedCombinationError
+from omniplat.layer import LayerSpec
+from omniplat.portable.mx_grid import why_not
+from omniplat.portable.reencode import reencode
+from omniplat.runtime.declared import require_declared
+from omniplat.runtime.kernel import Prepared
+from omniplat.runtime.tensors import WeightTensors
+from omniplat.scheme import TensorQuant, parse_activation_id
+from omniplat_cuda.capabilities import torch_native as declared
+from omniplat_cuda.kernels.torch_native import ScaledMm, TorchConfig
+
+_ROLES = ("codes", "scale", "pre_scale")
+
+
+class _Reencoded(ScaledMm):
+    """Buffers: `codes` uint8 [N, K] (bytes of e4m3fn), `scale` f32 [1, N], `pre_scale` f32 [K] where there is one."""
+
+    capability: ClassVar[Capability]
+
+    def prepare(self, weight: WeightTensors, spec: LayerSpec) -> Prepared[TorchConfig]:
+        """Raises UnsupportedCombinationError for what the capability does not declare; InvalidCheckpointError for
+        scales that span too many binades and for NaN."""
+        require_declared("cuda", self.capability, weight, spec, _ROLES)
+        moved = reencode(weight, self.capability.via, spec.name)
+        return self.laid_out(moved, spec, self._executed(weight, spec))
+
+    def _executed(self, weight: WeightTensors, spec: LayerSpec) -> TensorQuant:
+        """How the input is quantized."""
+        if self.capability.executes:
+            executed = parse_activation_id(self.capability.executes)
+        else:
+            executed = weight.scheme.activation
+            if reason := why_not(executed, weight.in_features):
+                raise UnsupportedCombinationError(
+                    "cuda", spec.op, weight.scheme.id, [spec.name], [f"{self.name}  needs {reason}"]
+                )
+        assert executed is not None
+        return executed
+
+
+class ScaledMmMxfp8(_Reencoded):
+    name: ClassVar[str] = "scaled_mm_mxfp8"
+    capability: ClassVar[Capability] = declared.MXFP8
+
+
+class ScaledMmMxfp4(_Reencoded):
+    name: ClassVar[str] = "scaled_mm_mxfp4"
+    capability: ClassVar[Capability] = declared.MXFP4
+
+
+class ScaledMmMxfp4A8(_Reencoded):
+    name: ClassVar[str] = "scaled_mm_mxfp4_a8"
+    capability: ClassVar[Capability] = declared.MXFP4_A8

@@ -1,0 +1,115 @@
+"""The Triton form of `regroup_rows`: one program per row reads it once and writes codes and scale. Imports triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from omniplat.portable.mx_grid import GROUP, HEADROOM, LEAST_EXPONENT
+from omniplat.portable.quantize_triton import converts_fp8
+from omniplat.scheme import TensorQuant
+
+
+def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among its own types
+    x,
+    pre,
+    codes,
+    scales,
+    columns,
+    stride,
+    RULE: tl.constexpr,
+    PRE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADROOM: tl.constexpr,
+    LEAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    inside = k < columns
+    v = tl.load(x + row * stride + k, mask=inside, other=0.0).to(tl.float32)
+    if PRE:
+        v = v * tl.load(pre + k, mask=inside, other=0.0)
+    groups = tl.reshape(v, [BLOCK // GROUP, GROUP])
+    # As integers magnitudes have the same order, and NaN is above all of them: it is not lost.
+    amax = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    finite = amax < 0x7F800000
+    if RULE == "ceil":
+        # least e with amax <= 6 * 2^e, of the quotient rounded to f32
+        quotient = tl.div_rn(amax.to(tl.float32, bitcast=True), tl.full([BLOCK // GROUP], 6.0, tl.float32))
+        bits = quotient.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) - 127 + tl.where((bits & 0x7FFFFF) > 0, 1, 0)
+    elif RULE == "even":
+        exponent = ((amax + 0x200000) >> 23) - 129
+    else:
+        exponent = (amax >> 23) - 129
+    exponent = tl.where(amax == 0, -127, tl.minimum(tl.maximum(exponent, -127), 127))
+    exponent = tl.where(finite, exponent, 0)
+    # 2^-exponent; its reciprocal 2^-127 is subnormal, which these units multiply by exactly enough: only values from
+    # 2^125 on meet it
+    up = tl.where(exponent < 127, (127 - exponent) << 23, 0x400000).to(tl.float32, bitcast=True)
+    scaled = groups * up[:, None]
+    magnitude = tl.minimum(tl.abs(scaled), 6.0)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) & -0x400000).to(tl.float32, bitcast=True)
+    # 1.5 * 2^22: its unit is 0.5, the spacing of e2m1's subnormals
+    small = (magnitude + 6291456.0) - 6291456.0
+    grid = tl.where(magnitude < 1.0, small, normal)
+    occupied = tl.max(grid, axis=1) > 0.0
+    top = tl.max(tl.where(occupied & finite, exponent, -1000), axis=0)
+    shift = tl.where(top == -1000, 0, tl.maximum(top, LEAST) - HEADROOM)
+    bad = tl.max(tl.where(finite, 0, 1), axis=0)
+    tl.store(scales + row, tl.where(bad > 0, float("nan"), ((shift + 127) << 23).to(tl.float32, bitcast=True)))
+    # codes below 2^-10 are rounded to 0 whatever their exponent: 2^-126 stands for all of those
+    down = tl.maximum(exponent - shift, -126)
+    value = grid * ((down + 127) << 23).to(tl.float32, bitcast=True)[:, None]
+    sign = (scaled.to(tl.int32, bitcast=True) >> 24) & 0x80
+    if HARDWARE:
+        code = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+    else:
+        pattern = value.to(tl.int32, bitcast=True)
+        above = ((pattern + 0x7FFFF + ((pattern >> 20) & 1)) >> 20) - 960
+        # 2^14: its unit is 2^-9, the spacing of e4m3's subnormals
+        below = (value + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(value < 0.015625, below, above)
+    code = tl.where(bad > 0, 0, code | sign)
+    tl.store(codes + row * columns + k, tl.reshape(code, [BLOCK]).to(tl.uint8), mask=inside)
+
+
+_KERNEL: Any = triton.jit(_rows)
+_RULES = {"": "floor", "floor": "floor", "even": "even", "even-m1": "even", "ceil": "ceil", "rceil": "ceil"}
+
+
+def regroup_rows(
+    x: torch.Tensor, quant: TensorQuant, pre_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `omniplat.portable.mx_grid.regroup_rows`."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows, columns = x.shape
+    codes = torch.empty((rows, columns), dtype=torch.uint8, device=x.device)
+    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(columns)
+    _KERNEL[(rows,)](
+        x,
+        scales if pre_scale is None else pre_scale,
+        codes,
+        scales,
+        columns,
+        x.stride(0),
+        RULE=_RULES[quant.scale_rule],
+        PRE=pre_scale is not None,
+        HARDWARE=converts_fp8(x.device),
+        GROUP=GROUP,
+        HEADROOM=HEADROOM,
+        LEAST=LEAST_EXPONENT,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),
+        # a product and a sum that become one operation would round once where the rule rounds twice
+        enable_fp_fusion=False,
+    )
+    return codes, scales
