@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -17,9 +15,11 @@ from omniplat.checkpoint.reader import ShardReader
 from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.device import Device
 from omniplat.document import Plan
-from omniplat.errors import BackendUnavailableError, InvalidCheckpointError, UsageError
+from omniplat.errors import BackendUnavailableError, UsageError
 from omniplat.modules.layers import ModelExperts, ModelLinear
-from omniplat.modules.places import WRAPPED, Names, Place, places_of, plain_name, why_not, why_not_experts
+from omniplat.modules.places import Names, Place, places_of, why_not, why_not_experts
+from omniplat.modules.renames import renames_of
+from omniplat.modules.slots import Slots
 from omniplat.packed import PackedLayer, per_module
 from omniplat.planner import Planned, PlannedLayer
 from omniplat.runtime.kernel import Workspaces, load_kernel
@@ -42,11 +42,13 @@ def load_into(
     backend: str | None = None,
     allow: Iterable[str] = (),
     prefer: str | None = None,
+    key_mapping: Mapping[str, str] | None = None,
 ) -> Plan:
     """Fill `model` from a quantized checkpoint: its quantized layers become omniplat's, the rest is loaded as it is.
 
-    The model's modules have the checkpoint's names; either may have a prefix that the other lacks, and adapters may
-    wrap layers. It may be built on `meta`. Parameters keep the model's dtype and go to the planned device. Of a
+    The model's modules have the checkpoint's names, or those that transformers gives them, or those that `key_mapping`
+    does (expression -> replacement); either may have a prefix that the other lacks, and adapters may wrap layers. It
+    may be built on `meta`. Parameters keep the model's dtype and go to the planned device. Of a
     pipeline, `component` says which part the model is. A layer that engines fuse is planned and loaded part by part.
 
     Raises before anything of the model changes: UnsupportedCombinationError, InvalidCheckpointError for a checkpoint
@@ -56,10 +58,11 @@ def load_into(
     opened = open_checkpoint(checkpoint)
     part = _component(opened, component)
     places = places_of(model)
-    names = Names(places, (split_name(info)[0] for info in part.tensors.values()))
+    renames = renames_of(model, tuple(part.tensors), key_mapping)
+    names = Names(places, (split_name(info)[0] for info in part.tensors.values()), renames)
 
     def divide(layer: PackedLayer) -> tuple[PackedLayer, ...]:
-        place = places.get(names.of(layer.spec.name))
+        place = places.get(names.module(layer.spec.name))
         if layer.spec.op == "moe" and place is not None and not isinstance(place.module, nn.ModuleList):
             return (layer,)
         return per_module(layer)
@@ -84,24 +87,6 @@ def _component(opened: Checkpoint, name: str | None) -> Component:
     return known[name]
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """One parameter or buffer of a model: `owner` has it as `leaf`."""
-
-    name: str
-    owner: nn.Module
-    leaf: str
-    tensor: torch.Tensor
-
-    def put(self, tensor: torch.Tensor) -> None:
-        if self.leaf in self.owner._parameters:
-            self.owner._parameters[self.leaf] = (
-                tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, self.tensor.requires_grad)
-            )
-        else:
-            self.owner._buffers[self.leaf] = tensor
-
-
 class _Loading:
     """One call of `load_into`: checks, then reading, then one pass of assignments that cannot fail."""
 
@@ -123,12 +108,9 @@ class _Loading:
         self._problems: list[str] = []
         for item in self._layers:
             self._fit(item)
-        self._slots = _slots_of(model, self._targets.values())
-        stored = {names.of(name) for name in part.tensors}
-        for name, source in _ties(model).items():
-            if name in self._slots and source in self._slots and name not in stored:
-                self._slots[name] = replace(self._slots[name], tensor=self._slots[source].tensor)
-        self._values = self._plain(model)
+        self._slots = Slots(model, self._targets.values())
+        self._slots.tie({names.tensor(name) for name in part.tensors})
+        self._values = self._plain()
 
     def run(self) -> None:
         if self._problems:
@@ -139,37 +121,36 @@ class _Loading:
         reader = ShardReader(self._part.root)
         workspaces = Workspaces()
         made = {item.layer.name: self._load(item, reader, workspaces) for item in self._layers}
-        read = {name: self._convert(info, self._slots[name], reader) for name, info in self._values.items()}
+        read = {
+            name: self._slots.converted(name, to_tensor(reader.read(info)), self._device, info.shard)
+            for name, info in self._values.items()
+        }
         for name, module in made.items():
             self._targets[name].put(module.train(self._targets[name].module.training))
-        shared: dict[int, torch.Tensor] = {id(self._slots[name].tensor): tensor for name, tensor in read.items()}
-        parameters = {key: _parameter(tensor) for key, tensor in shared.items()}
-        for slot in self._slots.values():
-            if id(slot.tensor) not in shared:
-                if slot.tensor.device != self._device and not slot.tensor.is_meta:
-                    slot.put(slot.tensor.detach().to(self._device))
-            elif slot.leaf in slot.owner._parameters:
-                slot.put(parameters[id(slot.tensor)].requires_grad_(slot.tensor.requires_grad))
-            else:
-                slot.put(shared[id(slot.tensor)])
+        self._slots.fill(read, self._device)
 
     # -- checks -------------------------------------------------------------------------------------
 
     def _fit(self, item: PlannedLayer) -> None:
         spec, name = item.packed.spec, item.layer.name
-        place = self._places.get(self._names.of(name))
+        place = self._places.get(self._names.module(name))
+        # Experts that the checkpoint has one by one are stacked by the loader, as transformers does.
+        conversion = self._names.conversion(name) if spec.moe is None else ""
         if place is None:
-            self._problems.append(f"{name} ({spec.scheme.id}): the model has no such module")
+            made = f"; transformers makes something else of it ({conversion})" if conversion else ""
+            self._problems.append(f"{name} ({spec.scheme.id}): the model has no such module{made}")
             return
-        if spec.moe is not None:
-            problem = why_not_experts(place, spec.moe.experts, spec.moe.intermediate, spec.in_features)
+        if conversion:
+            problem = f"transformers converts its weight ({conversion}), which cannot be done to a quantized one"
+        elif spec.moe is not None:
+            problem = why_not_experts(place, spec.moe, spec.in_features)
         else:
             problem = why_not(place) or _sizes_differ(place.module, item)
         if problem:
             self._problems.append(f"{place.name}: {problem}")
         self._targets[name] = place
 
-    def _plain(self, model: nn.Module) -> dict[str, TensorInfo]:
+    def _plain(self) -> dict[str, TensorInfo]:
         """The tensors that are loaded as they are, by the model's name for them."""
         quantized = {module.name for item in self._layers for module in item.packed.modules}
         used = {info.name for item in self._layers for m in item.packed.modules for info in m.tensors.values()}
@@ -178,29 +159,15 @@ class _Loading:
             owner, leaf = split_name(info)
             if name in used or owner in quantized or leaf in _CACHE_SCALES:
                 continue
-            target = self._names.of(name)
-            slot = self._slots.get(target)
-            if slot is None:
-                self._problems.append(f"{name}: the model has no such parameter")
-            elif tuple(slot.tensor.shape) != info.shape:
-                self._problems.append(
-                    f"{slot.name} is {list(slot.tensor.shape)}; the checkpoint has {list(info.shape)}"
-                )
+            target = self._names.tensor(name)
+            conversion = self._names.conversion(owner) if leaf == "weight" else ""
+            if conversion:
+                self._problems.append(f"{name}: transformers converts it ({conversion}), which is not done here")
+            elif problem := self._slots.misfit(target, info.shape):
+                self._problems.append(problem if target == name else f"{name}: {problem}")
             else:
                 found[target] = info
-        filled = {id(self._slots[name].tensor) for name in found}
-        adapters = tuple(name + "." for name, module in model.named_modules() if WRAPPED in module._modules)
-        for slot in self._slots.values():
-            if id(slot.tensor) in filled:
-                continue
-            if slot.leaf in slot.owner._buffers:
-                if slot.tensor.is_meta:
-                    self._problems.append(
-                        f"{slot.name}: a buffer on meta that no checkpoint holds; build the model so that its buffers "
-                        "exist (accelerate.init_empty_weights does)"
-                    )
-            elif slot.tensor.is_meta or not slot.name.startswith(adapters):
-                self._problems.append(f"{slot.name}: the checkpoint has no such tensor")
+        self._problems += self._slots.unfilled(found)
         return found
 
     # -- reading ------------------------------------------------------------------------------------
@@ -215,24 +182,6 @@ class _Loading:
             return ModelExperts.of(layer, workspaces)
         return ModelLinear.of(layer, workspaces)
 
-    def _convert(self, info: TensorInfo, slot: _Slot, reader: ShardReader) -> torch.Tensor:
-        tensor = to_tensor(reader.read(info))
-        if tensor.dtype != slot.tensor.dtype and tensor.is_floating_point() != slot.tensor.is_floating_point():
-            raise InvalidCheckpointError(
-                f"is {info.dtype}; the model's {slot.name} is {slot.tensor.dtype}", file=info.shard, key=info.name
-            )
-        return tensor.to(device=self._device, dtype=slot.tensor.dtype)
-
-
-def _ties(model: nn.Module) -> dict[str, str]:
-    """Parameters that a transformers model says it shares, which it may not yet do on `meta`: name -> whose it is."""
-    declared = getattr(model, "all_tied_weights_keys", None)
-    return dict(declared) if isinstance(declared, Mapping) else {}
-
-
-def _parameter(tensor: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
-
 
 def _sizes_differ(module: nn.Module, item: PlannedLayer) -> str:
     """What is different about the model's linear layer; "" where it has the checkpoint's sizes."""
@@ -246,17 +195,3 @@ def _sizes_differ(module: nn.Module, item: PlannedLayer) -> str:
     if (module.bias is not None) != spec.bias:
         return "has no bias, the checkpoint has one" if spec.bias else "has a bias, the checkpoint has none"
     return ""
-
-
-def _slots_of(model: nn.Module, replaced: Iterable[Place]) -> dict[str, _Slot]:
-    """Parameters and buffers outside the modules that are replaced, by names without adapters."""
-    gone: dict[str, bool] = defaultdict(bool, {place.name: True for place in replaced})
-    found: dict[str, _Slot] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if gone[path] or any(gone[path[:index]] for index, char in enumerate(path) if char == "."):
-            continue
-        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                name = f"{path}.{leaf}" if path else leaf
-                found[plain_name(name)] = _Slot(name, module, leaf, tensor)
-    return found

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.utils import parametrize
 
+from omniplat.errors import UsageError
+from omniplat.layer import MoeSpec
+from omniplat.modules.experts import Gate, experts_form
+from omniplat.modules.renames import Renames
+
 #: What adapters (PEFT's among them) call the layer that they wrap: no part of a checkpoint's name.
 WRAPPED = "base_layer"
-#: How a module of stacked experts is called.
-_EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,32 +48,64 @@ def places_of(model: nn.Module) -> dict[str, Place]:
 
 
 class Names:
-    """From a checkpoint's module names to a model's: the model may be wrapped, or lack the checkpoint's prefix."""
+    """From a checkpoint's names to a model's: transformers may rename them, the model may be wrapped, or lack the
+    checkpoint's prefix."""
 
-    def __init__(self, known: Iterable[str], stored: Iterable[str]) -> None:
+    def __init__(self, known: Iterable[str], stored: Iterable[str], renames: Renames) -> None:
         """`known` are the model's module names, `stored` the names of the checkpoint's modules."""
         model, wanted = set(known), sorted({name for name in stored if name})
-        votes: Counter[tuple[str, str]] = Counter({("", ""): sum(name in model for name in wanted)})
-        tails: dict[str, list[str]] = defaultdict(list)
-        for name in model:
-            tails[name.rpartition(".")[2]].append(name)
-        for name in wanted:
-            for candidate in tails[name.rpartition(".")[2]]:
-                if candidate.endswith("." + name):
-                    votes["", candidate.removesuffix(name)] += 1
-                elif name.endswith("." + candidate):
-                    votes[name.removesuffix(candidate), ""] += 1
-        # The least change among those that fit as many modules.
-        best = max(votes, key=lambda pair: (votes[pair], -len(pair[0]) - len(pair[1]), pair))
-        self.removed, self.added = best
+        self._renames = renames
+        plain, renamed = _prefixes(model, wanted), _prefixes(model, [renames.module(name) for name in wanted])
+        self._renamed = renames.always or renamed.fitting > plain.fitting
+        self._prefixes = renamed if self._renamed else plain
 
-    def of(self, name: str) -> str:
+    def module(self, name: str) -> str:
+        """The model's name for a module of the checkpoint."""
+        return self._prefixes.change(self._renames.module(name) if self._renamed else name)
+
+    def tensor(self, name: str) -> str:
+        """The model's name for a tensor of the checkpoint."""
+        return self._prefixes.change(self._renames.tensor(name) if self._renamed else name)
+
+    def conversion(self, module: str) -> str:
+        """What transformers does to the weight of a checkpoint's module beside renaming it; "" for nothing."""
+        return self._renames.conversion(self._renames.module(module) if self._renamed else module)
+
+    def __str__(self) -> str:
+        return f"{'renamed as transformers does and ' if self._renamed else ''}{self._prefixes}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefixes:
+    """What is taken from the beginning of names and what is put there, and how many names then fit."""
+
+    removed: str
+    added: str
+    fitting: int
+
+    def change(self, name: str) -> str:
         return self.added + name.removeprefix(self.removed)
 
     def __str__(self) -> str:
         if not (self.removed or self.added):
             return "under the same names"
         return f"with {self.added or self.removed!r} {'put before' if self.added else 'taken from'} its names"
+
+
+def _prefixes(model: Collection[str], wanted: Sequence[str]) -> _Prefixes:
+    """The least change among those under which most of the wanted names are the model's."""
+    votes: Counter[tuple[str, str]] = Counter({("", ""): sum(name in model for name in wanted)})
+    tails: dict[str, list[str]] = defaultdict(list)
+    for name in model:
+        tails[name.rpartition(".")[2]].append(name)
+    for name in wanted:
+        for candidate in tails[name.rpartition(".")[2]]:
+            if candidate.endswith("." + name):
+                votes["", candidate.removesuffix(name)] += 1
+            elif name.endswith("." + candidate):
+                votes[name.removesuffix(candidate), ""] += 1
+    best = max(votes, key=lambda pair: (votes[pair], -len(pair[0]) - len(pair[1]), pair))
+    return _Prefixes(*best, votes[best])
 
 
 def why_not(place: Place) -> str:
@@ -98,16 +132,18 @@ def why_not(place: Place) -> str:
     return ""
 
 
-def why_not_experts(place: Place, experts: int, intermediate: int, hidden: int) -> str:
-    """As `why_not`, for a module that holds all experts of a layer."""
-    module = place.module
-    arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
-    if arguments != _EXPERTS_ARGUMENTS or "forward" in vars(module):
-        return f"is {type(module).__name__}, called with ({', '.join(arguments)}); known is {_EXPERTS_ARGUMENTS}"
-    held = dict(module.named_parameters())
-    for name, count in (("gate_up_proj", 2 * experts * intermediate * hidden), ("down_proj", hidden * intermediate)):
-        expected = count if name == "gate_up_proj" else count * experts
-        if name not in held or held[name].numel() != expected or held[name].shape[0] != experts:
-            found = list(held[name].shape) if name in held else "absent"
-            return f"{name} is {found}; the checkpoint has {experts} experts of {intermediate} x {hidden}"
+def why_not_experts(place: Place, moe: MoeSpec, hidden: int) -> str:
+    """As `why_not`, for a module that holds all experts of a layer: `moe` is what the checkpoint has."""
+    try:
+        form = experts_form(place.module)
+    except UsageError as exc:
+        return str(exc)
+    if (form.experts, form.intermediate, form.hidden) != (moe.experts, moe.intermediate, hidden):
+        return (
+            f"has {form.experts} experts of {form.intermediate} x {form.hidden}; the checkpoint has {moe.experts} "
+            f"experts of {moe.intermediate} x {hidden}"
+        )
+    stored = Gate(moe.activation, moe.limit, moe.alpha)
+    if form.gate is not None and form.gate != stored:
+        return f"computes {form.gate}; the checkpoint's configuration says {stored}"
     return ""

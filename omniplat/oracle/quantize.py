@@ -55,10 +55,13 @@ def quantize_activation(
     return _apply(values, Grid(scale, scale, zero), quant)[1]
 
 
-def quantize_weight(w: Array, quant: TensorQuant) -> CanonicalWeight:
+def quantize_weight(w: Array, quant: TensorQuant, *, extremes: tuple[float, float] | None = None) -> CanonicalWeight:
     """Round-to-nearest quantization of `w`, [N, K] or stacked [E, N, K], to the canonical form, without activation.
 
-    Raises InvalidSchemeError for schemes without a definition here, UsageError where K is not a multiple of the group.
+    Where `w` is some rows of a weight, `extremes` are the least and the greatest value of the whole: what scales of
+    the whole tensor (and NVFP4's global scale) are derived from. Rows then get the codes that they have in the whole,
+    as long as they begin where a block of rows does. Raises InvalidSchemeError for schemes without a definition here,
+    UsageError where K is not a multiple of the group.
     """
     _check_element(quant, weight_id(quant))
     values = np.asarray(w, dtype=np.float32)
@@ -72,12 +75,15 @@ def quantize_weight(w: Array, quant: TensorQuant) -> CanonicalWeight:
         values = _divide(values, level0)
     global_scale: Float32 | None = None
     if quant.second_scale == "global":
-        global_scale = nvfp4_global_scale(np.abs(values).max(axis=(-2, -1), keepdims=True))
+        amax = np.abs(values).max(axis=(-2, -1), keepdims=True)
+        if extremes is not None:
+            amax = np.full_like(amax, max(abs(extremes[0]), abs(extremes[1])))
+        global_scale = nvfp4_global_scale(amax)
         tensors["global_scale"] = np.ascontiguousarray(np.broadcast_to(global_scale, (*lead, n, 1)))
         global_scale = global_scale[..., None]
 
     tiles, axes = _tile(values, quant, per_matrix=True)
-    grid = _fit(tiles, axes, quant, global_scale)
+    grid = _fit(tiles, axes, quant, global_scale, extremes if quant.granularity == "tensor" else None)
     code_values, _ = _apply(tiles, grid, quant)
     tensors["codes"] = encode(_untile(code_values, quant, values.shape), quant.element, quant.rounding)
     tensors["scale"] = _stored(grid.stored, quant, (*lead, n))
@@ -145,9 +151,17 @@ def _untile(tiles: Array, quant: TensorQuant, shape: tuple[int, ...]) -> Array:
 # --- fitting a grid and applying it ---------------------------------------------------------------------------------
 
 
-def _fit(tiles: Array, axes: tuple[int, ...], quant: TensorQuant, global_scale: Array | None) -> Grid:
+def _fit(
+    tiles: Array,
+    axes: tuple[int, ...],
+    quant: TensorQuant,
+    global_scale: Array | None,
+    extremes: tuple[float, float] | None = None,
+) -> Grid:
     high = tiles.max(axis=axes, keepdims=True)
     low = tiles.min(axis=axes, keepdims=True)
+    if extremes is not None:
+        low, high = np.full_like(low, extremes[0]), np.full_like(high, extremes[1])
     amax = np.maximum(np.abs(low), np.abs(high))
     if quant.scale_format == "e8m0":
         return e8m0_grid(amax, quant)
