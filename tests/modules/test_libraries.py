@@ -59,7 +59,7 @@ class Checkpoint:
         linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
         for name, tensor in model.state_dict().items():
             owner, _, leaf = name.rpartition(".")
-            if owner in linears:
+            if owner in linears and leaf == "weight":
                 self.values[name] = self._quantize(name, tensor)
             elif owner.endswith(".experts"):
                 self.values[name] = torch.stack([self._expert(owner, leaf, i, t) for i, t in enumerate(tensor)])

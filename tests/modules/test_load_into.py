@@ -77,6 +77,21 @@ def test_names_may_begin_elsewhere(tmp_path: Path) -> None:
     torch.testing.assert_close(body(tiny.rows()), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_mapping_of_keys_leads_to_other_names(tmp_path: Path) -> None:
+    checkpoint = written(tmp_path)
+    expected = filled(tiny.decoder(), checkpoint)(tiny.rows())
+    model = nn.ModuleDict({"trunk": tiny.decoder().model.layers[0], "norm": nn.RMSNorm(64)})
+    with pytest.raises(UsageError, match="the model has no such"):
+        omniplat.load_into(model, tmp_path, "cpu")
+    mapping = {r"^model\.layers\.0": "trunk", r"^model\.norm": "norm"}
+    omniplat.load_into(model, tmp_path, "cpu", key_mapping=mapping)
+    found = model["norm"](model["trunk"](tiny.rows()))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for pattern, reason in (("^nothing", "fits no tensor of the checkpoint"), ("(", "is no substitution")):
+        with pytest.raises(UsageError, match=reason):
+            omniplat.load_into(tiny.decoder(), tmp_path, "cpu", key_mapping={**mapping, pattern: "x"})
+
+
 def test_experts_one_by_one_and_in_a_stack(tmp_path: Path) -> None:
     checkpoint = written(tmp_path, experts=True)
     sizes = tiny.EXPERT_SIZES
