@@ -23,6 +23,7 @@ from omniplat.errors import (
 )
 from omniplat.match import ALLOWANCES, PREFERENCES, Policy
 from omniplat.planner import Divide, Planned, PlannedLayer, Target, make_plan
+from omniplat.preflight import Scan
 from omniplat.registry import FORMATS, MODELS, Registry, default_registry, is_installed
 
 if TYPE_CHECKING:
@@ -47,16 +48,20 @@ def plan(
     engine: str | None = None,
     revision: str | None = None,
     method: str | None = None,
+    scan_scales: bool = False,
 ) -> Plan:
     """What runs every layer of `checkpoint` on `device`, and why. Reads headers only; needs no torch.
 
     `checkpoint` is a path or, where no such path exists, an id of the Hugging Face Hub (`org/name`, extra `hub`), of
     which `revision` is a branch, tag or commit. `method` (a dialect, a weight id or its stem) confirms what is stored:
-    it changes nothing, and another one is a UsageError. `device` is "kind", "kind:arch", a Device or None for this
-    machine; with `engine` ("vllm") the plan also says what that engine's own loader cannot deliver. Raises
-    InvalidCheckpointError for files that cannot be read, InvalidDeviceError, UsageError, or a Backend...Error; what is
-    wrong with the metadata or unsupported is in the plan.
+    it changes nothing, and another one is a UsageError. With `scan_scales` the scales are read as well, of a checkpoint
+    on disk: those that are not finite are findings, and layers of MX weights have `scale_spans`. `device` is "kind",
+    "kind:arch", a Device or None for this machine; with `engine` ("vllm") the plan also says what that engine's own
+    loader cannot deliver. Raises InvalidCheckpointError for files that cannot be read, InvalidDeviceError, UsageError,
+    or a Backend...Error; what is wrong with the metadata or unsupported is in the plan.
     """
+    if scan_scales:
+        require_files(checkpoint)
     planned = make_planned(
         checkpoint,
         device,
@@ -68,6 +73,7 @@ def plan(
         prefer=prefer,
         engine=engine,
         revision=revision,
+        scan="all" if scan_scales else "none",
     )
     if method is not None:
         _require_method(planned.plan, method)
@@ -105,7 +111,15 @@ def load(
     require_files(checkpoint)
     tp, ep = (rank.tp_size, rank.ep_size) if rank is not None else (1, 1)
     planned = make_planned(
-        checkpoint, device, backend=backend, tp=tp, ep=ep, component=component, allow=allow, prefer=prefer
+        checkpoint,
+        device,
+        backend=backend,
+        tp=tp,
+        ep=ep,
+        component=component,
+        allow=allow,
+        prefer=prefer,
+        scan="needed",
     )
     return {name: module for name, _, module in load_layers(planned, rank)}
 
@@ -208,10 +222,12 @@ def make_planned(
     registry: Registry | None = None,
     environ: Mapping[str, str] | None = None,
     divide: Divide | None = None,
+    scan: Scan = "none",
 ) -> Planned:
     """`plan`, with the resolved modules and chosen capabilities that loading and converting need.
 
-    `divide` is for a runtime whose layers are not the family's engines' (`make_plan`).
+    `divide` is for a runtime whose layers are not the family's engines', `scan` for one that needs what only the values
+    of scales tell (`make_plan`).
     """
     registry = registry or default_registry()
     target = make_target(
@@ -226,7 +242,7 @@ def make_planned(
     target = replace(target, engine=engine or "")
     formats = [registry.load(FORMATS, name) for name in registry.names(FORMATS)]
     families = [family for name in registry.names(MODELS) for family in registry.load(MODELS, name)]
-    return make_plan(opened, target, formats, families, component, divide)
+    return make_plan(opened, target, formats, families, component, divide, scan)
 
 
 def make_target(

@@ -53,7 +53,11 @@ class PlanTrace:
 
 @dataclass(frozen=True, slots=True)
 class PlanLayer:
-    """One layer. `shape` has `out` and `in`, for moe also `intermediate` and `experts`; sizes are bytes per rank."""
+    """One layer. `shape` has `out` and `in`, for moe also `intermediate` and `experts`; sizes are bytes per rank.
+
+    `scale_spans`: where scales were read, for MX weights: weight id -> binades between the largest and the smallest
+    group exponent of a row, the largest over all rows; groups of zeros do not count.
+    """
 
     name: str
     component: str
@@ -79,6 +83,7 @@ class PlanLayer:
     stored_bytes: int = 0
     resident_bytes: int = 0
     peak_load_bytes: int = 0
+    scale_spans: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from packaging.requirements import Requirement
@@ -11,6 +11,7 @@ from omniplat.capability import Accepted, Capability, Decision, Rejected, compar
 from omniplat.device import Device
 from omniplat.host import installed_version
 from omniplat.layer import LayerSpec
+from omniplat.reencoding import span_limit
 
 #: What a caller may allow beyond the default rules (`--allow`).
 ALLOWANCES = ("activation-change", "requantize", "dequantize", "model-advice")
@@ -47,8 +48,13 @@ class Match:
     faster: Candidate | None = None
 
 
-def decide(capability: Capability, spec: LayerSpec, device: Device, policy: Policy) -> Decision:
-    """The first rule of `capability` that refuses the layer, or its acceptance."""
+def decide(
+    capability: Capability, spec: LayerSpec, device: Device, policy: Policy, spans: Mapping[str, int] | None = None
+) -> Decision:
+    """The first rule of `capability` that refuses the layer, or its acceptance.
+
+    `spans` are what the preflight found: weight id -> largest span of a row's scales, in binades.
+    """
     if capability.op != spec.op:
         return Rejected("op", capability.op, spec.op)
     for scheme in filter(None, (spec.scheme, spec.moe.w2_scheme if spec.moe else None)):
@@ -79,6 +85,10 @@ def decide(capability: Capability, spec: LayerSpec, device: Device, policy: Poli
             missing = unmet(text, device)
             if missing:
                 return Rejected("distribution", text, missing)
+    for source, span in (spans or {}).items():
+        limit = span_limit(source, capability.via)
+        if limit is not None and span > limit:
+            return Rejected("span of scales", f"<= {limit} binades for {capability.via}", f"{span}")
     activation = capability.executes or spec.scheme.activation_id
     return Accepted(f"{spec.scheme.weight_id}/{activation}", capability.via)
 
@@ -98,10 +108,16 @@ def unmet(requirement: str, device: Device) -> str:
     return "" if needed.specifier.contains(found, prereleases=True) else found
 
 
-def match(spec: LayerSpec, capabilities: Sequence[Capability], device: Device, policy: Policy) -> Match:
+def match(
+    spec: LayerSpec,
+    capabilities: Sequence[Capability],
+    device: Device,
+    policy: Policy,
+    spans: Mapping[str, int] | None = None,
+) -> Match:
     """Ask every capability; choose what has a kernel, by resident size (unless speed is preferred), priority, then
-    name."""
-    candidates = tuple(Candidate(cap, decide(cap, spec, device, policy)) for cap in capabilities)
+    name. `spans` as in `decide`."""
+    candidates = tuple(Candidate(cap, decide(cap, spec, device, policy, spans)) for cap in capabilities)
     accepted = [item for item in candidates if isinstance(item.decision, Accepted)]
     if not accepted:
         return Match(None, candidates)

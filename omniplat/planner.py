@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -15,6 +15,7 @@ from omniplat._version import __version__
 from omniplat.backend import BackendSpec
 from omniplat.capability import Accepted, Capability, Rejected, compare_activation
 from omniplat.checkpoint.folder import Checkpoint, Component
+from omniplat.checkpoint.reader import ShardReader
 from omniplat.device import Device
 from omniplat.document import Plan, PlanCheckpoint, PlanDevice, PlanLayer, PlanRule, PlanSummary, PlanTrace
 from omniplat.engines import tensors_below, undeliverable
@@ -32,6 +33,7 @@ from omniplat.models.family import Family
 from omniplat.moe_block import moe_details
 from omniplat.packed import PackedLayer
 from omniplat.packing import HeadCounts, Packed, family_of, pack
+from omniplat.preflight import Preflight, Scan
 from omniplat.scheme import Scheme, TensorQuant
 
 _ACTIVATION_NOTES = {
@@ -85,10 +87,12 @@ def make_plan(
     families: Sequence[Family],
     component: str | None = None,
     divide: Divide | None = None,
+    scan: Scan = "none",
 ) -> Planned:
     """Plan every layer of a checkpoint, or of one of its components.
 
-    `divide` says what a layer is to a runtime that does not fuse as the family's engines do.
+    `divide` says what a layer is to a runtime that does not fuse as the family's engines do. `scan` says of which
+    layers the scales are read; of a checkpoint that is not on disk they cannot be.
     """
     layers: list[PlannedLayer] = []
     findings: list[Finding] = []
@@ -109,7 +113,8 @@ def make_plan(
         packed = pack(resolution, family)
         if divide is not None:
             packed = replace(packed, layers=tuple(item for layer in packed.layers for item in divide(layer)))
-        planner = _ComponentPlanner(packed, target, part)
+        preflight = Preflight(ShardReader(part.root), scan) if scan != "none" else None
+        planner = _ComponentPlanner(packed, target, part, preflight)
         layers += [planner.plan(layer) for layer in packed.layers]
         findings += [*resolution.findings, *packed.findings, *planner.findings(), *_advice(packed, target, part)]
         resolutions.append(resolution)
@@ -218,20 +223,28 @@ class _Answer:
 class _ComponentPlanner:
     """Plans the layers of one component; equal layers are matched once."""
 
-    def __init__(self, packed: Packed, target: Target, component: Component | None = None) -> None:
+    def __init__(
+        self,
+        packed: Packed,
+        target: Target,
+        component: Component | None = None,
+        preflight: Preflight | None = None,
+    ) -> None:
         self._packed = packed
         self._target = target
+        self._preflight = preflight
         stored = component.tensors.values() if component is not None and target.engine else ()
         names = [module.name for layer in packed.layers for module in layer.modules] if stored else []
         self._below = tensors_below(names, stored) if stored else {}
-        self._matches: dict[LayerSpec, Match] = {}
+        self._matches: dict[tuple[LayerSpec, frozenset[tuple[str, int]]], Match] = {}
         self._notes: dict[tuple[str, str], list[str]] = defaultdict(list)
 
     def plan(self, layer: PackedLayer) -> PlannedLayer:
         spec, modules = layer.spec, layer.modules
         tp_cuts = {size: cut_layer(layer, size) for size in TP_SIZES}
         status = self._status(layer)
-        answer = self._answer(layer, status, self._parallel_problem(layer, tp_cuts))
+        spans = self._spans(layer) if status == "ok" else {}
+        answer = self._answer(layer, status, self._parallel_problem(layer, tp_cuts), spans)
         capability = answer.capability
         first = modules[0]
         stored = sum(module.stored_bytes for module in modules) // self._shares(layer)
@@ -263,10 +276,11 @@ class _ComponentPlanner:
             stored_bytes=stored,
             resident_bytes=resident,
             peak_load_bytes=resident + max(module.stored_bytes for module in modules),
+            scale_spans=spans,
         )
         return PlannedLayer(document, layer, capability)
 
-    def _answer(self, layer: PackedLayer, status: str, parallel_problem: str) -> _Answer:
+    def _answer(self, layer: PackedLayer, status: str, parallel_problem: str, spans: Mapping[str, int]) -> _Answer:
         """Which kernel runs the layer, or why none does; findings about it are noted."""
         spec, target, modules = layer.spec, self._target, layer.modules
         if status == "unquantized":
@@ -278,7 +292,8 @@ class _ComponentPlanner:
             return _Answer(status, trace=tuple(PlanTrace(target.spec.name, needed | {"found": r}) for r in reasons))
         if status != "ok":
             return _Answer(status)
-        outcome = self._match(rank_spec(spec, layer.split, target.tp, target.ep))
+        outcome = self._match(rank_spec(spec, layer.split, target.tp, target.ep), spans)
+        self._note_refused(layer, outcome, spans)
         trace = _trace(outcome, target.spec)
         if outcome.chosen is None:
             self._notes["unsupported-combination", _unsupported(spec, target)] += [m.name for m in modules]
@@ -350,12 +365,42 @@ class _ComponentPlanner:
 
     # -- kernels ------------------------------------------------------------------------------------
 
-    def _match(self, spec: LayerSpec) -> Match:
-        key = replace(spec, name="", component="", parts=())
+    def _match(self, spec: LayerSpec, spans: Mapping[str, int] | None = None) -> Match:
+        key = replace(spec, name="", component="", parts=()), frozenset((spans or {}).items())
         if key not in self._matches:
             target = self._target
-            self._matches[key] = match(spec, target.spec.capabilities, target.device, target.policy)
+            self._matches[key] = match(spec, target.spec.capabilities, target.device, target.policy, spans)
         return self._matches[key]
+
+    # -- values of scales ---------------------------------------------------------------------------
+
+    def _spans(self, layer: PackedLayer) -> Mapping[str, int]:
+        """Spans of the layer's scales where the preflight reads them; what is wrong with the scales is noted."""
+        if self._preflight is None:
+            return {}
+        target = self._target
+        chosen = self._match(rank_spec(layer.spec, layer.split, target.tp, target.ep)).chosen
+        found = self._preflight.scan(layer, chosen.capability.via if chosen is not None else "")
+        for module, problem in found.problems.items():
+            self._notes["scale-not-finite", problem].append(module)
+        return found.spans
+
+    def _note_refused(self, layer: PackedLayer, outcome: Match, spans: Mapping[str, int]) -> None:
+        """A re-encoding that was planned from headers alone, and that the spans forbid."""
+        if not spans:
+            return
+        spec, target = layer.spec, self._target
+        planned = self._match(rank_spec(spec, layer.split, target.tp, target.ep)).chosen
+        chosen = outcome.chosen
+        if planned is None or (chosen is not None and chosen.capability == planned.capability):
+            return
+        found = ", ".join(f"{span} binades of {weight}" for weight, span in spans.items())
+        instead = chosen.capability.name if chosen is not None else "no kernel"
+        message = (
+            f"scales of a row span {found}, too many for {planned.capability.name} via {planned.capability.via}; "
+            f"{instead} runs it"
+        )
+        self._notes["reencode-refused", message] += [module.name for module in layer.modules]
 
     def _note_faster(self, layer: PackedLayer, faster: Candidate, stored: int, resident: int) -> None:
         """What the other preference would choose, and what it would cost."""

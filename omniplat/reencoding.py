@@ -52,3 +52,9 @@ def rule_for(source: str, target: str) -> Reencoding:
         return REENCODINGS[source, target]
     except KeyError:
         raise InvalidSchemeError(source, f"cannot be re-encoded as {target}") from None
+
+
+def span_limit(source: str, target: str) -> int | None:
+    """The largest span at which weights `source` may become `target`; None where no rule asks for one."""
+    rule = REENCODINGS.get((source, target))
+    return rule.max_span if rule is not None else None

@@ -63,6 +63,9 @@ def plan(
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Every layer on its own line.")] = False,
     explain: Annotated[str | None, typer.Option("--explain", metavar="LAYER", help="One layer's whole story.")] = None,
+    scan_scales: Annotated[
+        bool, typer.Option("--scan-scales", help="Read the scales too: are they finite, how far do MX scales span.")
+    ] = False,
     json_output: JsonOption = False,
 ) -> None:
     """Which kernel runs every layer, and why. Reads headers only."""
@@ -71,7 +74,7 @@ def plan(
     code = plan_command(
         checkpoint, target_device(context, device), backend=backend, tp=tp, ep=ep, component=component,
         allow=allow or [], prefer=prefer, engine=engine, revision=revision, method=method, show_all=show_all,
-        explain=explain, json_output=json_output,
+        explain=explain, scan_scales=scan_scales, json_output=json_output,
     )  # fmt: skip
     raise typer.Exit(code)
 

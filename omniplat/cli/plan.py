@@ -38,6 +38,7 @@ def plan_command(
     method: str | None,
     show_all: bool,
     explain: str | None,
+    scan_scales: bool,
     json_output: bool,
 ) -> int:
     """Body of the command. Returns 0, or 1 when the plan has an error finding."""
@@ -53,6 +54,7 @@ def plan_command(
         engine=engine,
         revision=revision,
         method=method,
+        scan_scales=scan_scales,
     )
     if json_output:
         print_json(plan.to_dict())
@@ -96,6 +98,7 @@ def print_plan(plan: Plan, console: Console, *, show_all: bool = False) -> None:
     if not show_all:
         _print_unquantized([layer for layer in plan.layers if layer.status == "unquantized"], console)
     _print_findings(plan, console)
+    _print_spans(plan, console)
     summary = plan.summary
     console.print(
         f"{summary.layers} layers: {summary.ok} quantized, {summary.unquantized} unquantized, "
@@ -105,6 +108,22 @@ def print_plan(plan: Plan, console: Console, *, show_all: bool = False) -> None:
         f"legal tp {_listed(summary.legal_tp)}" + (f", ep {_listed(summary.legal_ep)}" if summary.legal_ep else ""),
         highlight=False,
     )
+
+
+def _print_spans(plan: Plan, console: Console) -> None:
+    """How far scales span, where they were read: the layers of each span, the largest first."""
+    by_span: dict[tuple[int, str], list[PlanLayer]] = defaultdict(list)
+    for layer in plan.layers:
+        for weight, span in layer.scale_spans.items():
+            by_span[span, weight].append(layer)
+    for (span, weight), layers in sorted(by_span.items(), reverse=True):
+        names = [text for text, _ in _rows(layers, False)]
+        more = f" and {len(names) - _MAX_NAMES} more patterns" if len(names) > _MAX_NAMES else ""
+        console.print(
+            f"[dim]scales[/] of a row span up to {span} binades in {len(layers)} {weight} layers: "
+            f"{escape(', '.join(names[:_MAX_NAMES]))}{more}",
+            highlight=False,
+        )
 
 
 def _print_unquantized(layers: Sequence[PlanLayer], console: Console) -> None:
@@ -211,6 +230,7 @@ def explain_layer(plan: Plan, name: str, console: Console) -> None:
         f"  modules   {escape(', '.join(layer.modules[:6]))}"
         + (f" and {len(layer.modules) - 6} more" if len(layer.modules) > 6 else ""),
     ]
+    lines += [f"  scales    span up to {span} binades ({weight})" for weight, span in layer.scale_spans.items()]
     lines += [f"  kernel    {escape(_trace_line(trace))}" for trace in layer.trace]
     for item in plan.findings:
         if set(item.modules) & set(layer.modules):

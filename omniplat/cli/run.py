@@ -41,7 +41,9 @@ def run_command(
 ) -> int:
     """Body of the command. Returns 1 when the plan has an error or a layer's output is not finite."""
     require_files(checkpoint)
-    planned = make_planned(checkpoint, device, backend=backend, component=component, allow=allow, prefer=prefer)
+    planned = make_planned(
+        checkpoint, device, backend=backend, component=component, allow=allow, prefer=prefer, scan="needed"
+    )
     if not planned.plan.ok:
         _show_refusal(planned, json_output)
         return 1

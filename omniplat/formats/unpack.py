@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from omniplat.canonical import ROLES, Array, CanonicalWeight
+from omniplat.formats.scale_values import check_finite, check_zero_scales
 from omniplat.formats.storage import PACKINGS, STORED_ROLES, Storage
 from omniplat.formats.unpack_codes import (
     WIDE_FLOATS,
@@ -23,9 +24,9 @@ from omniplat.formats.unpack_codes import (
     unpack_stream,
 )
 from omniplat.formats.unpack_flat import check_codebook, flat_nibbles, hqq_codes, nested_scale, shifted_zero
-from omniplat.formats.unpack_roles import standardised
+from omniplat.formats.unpack_roles import standardised, with_scale_in_rows
 from omniplat.formats.unpack_svdquant import low_rank_pair, residual
-from omniplat.scheme import ELEMENT_BITS, Scheme
+from omniplat.scheme import Scheme
 
 #: Columns that share one second-level scale of the dual-level format.
 _DUAL_COLUMNS = 512
@@ -74,7 +75,7 @@ def canonicalise(
         zero_point = _zero_point(m, lead)
         if zero_point is not None:
             tensors["zero_point"] = zero_point
-        _check_zero_scales(m, tensors)
+        check_zero_scales(m, tensors)
         group_index = _group_index(m, lead)
         if group_index is not None:
             tensors["group_index"] = group_index
@@ -99,6 +100,14 @@ def canonicalise(
         tensors["codebook"] = arrays["codebook"]
     tensors.update({r: arrays[r] for r in ("low_rank_down", "low_rank_up") if r in arrays})
     return CanonicalWeight(scheme, out_features, in_features, tensors)
+
+
+def canonical_scale(
+    stored: Array, storage: Storage, scheme: Scheme, out_features: int, in_features: int, module: str = ""
+) -> Array:
+    """The scale alone, as `canonicalise` gives it, of a module without leading dimensions."""
+    m = StoredModule({"scale": stored}, storage, scheme, out_features, in_features, "", module)
+    return _scale(with_scale_in_rows(m), ())
 
 
 def _with_low_rank_pair(m: StoredModule) -> CanonicalWeight:
@@ -170,7 +179,7 @@ def _scale(m: StoredModule, lead: tuple[int, ...]) -> Array:
     quant = m.quant
     if m.storage.packing == "nibbles_flat":
         scale = nested_scale(m, m.get("scale"))
-        _check_finite(m, "scale", scale)
+        check_finite(m, "scale", scale)
         return scale
     scale = _as_scale(m, "scale", m.get("scale"))
     if m.storage.packing == "hqq":
@@ -194,7 +203,7 @@ def _scale(m: StoredModule, lead: tuple[int, ...]) -> Array:
         if m.is_transposed and scale.ndim == 2:
             scale = scale.T
         scale = _per_row(m, scale.astype(np.float32), lead, "scale")
-    _check_finite(m, "scale", scale)
+    check_finite(m, "scale", scale)
     return scale
 
 
@@ -275,7 +284,7 @@ def _scale2(m: StoredModule, lead: tuple[int, ...]) -> Array:
     if stored.shape not in (shape, (*shape, 1)):
         raise m.shape_error("scale2", list(shape), stored.shape)
     scale2 = stored.reshape(shape).astype(np.float32)
-    _check_finite(m, "scale2", scale2)
+    check_finite(m, "scale2", scale2)
     return scale2
 
 
@@ -312,7 +321,7 @@ def _vector_f32(m: StoredModule, role: str, size: int, lead: tuple[int, ...]) ->
     if stored.shape not in ((*lead, size), (*lead, 1, size), (*lead, size, 1)):
         raise m.shape_error(role, [*lead, size], stored.shape)
     vector = stored.reshape(*lead, size).astype(np.float32)
-    _check_finite(m, role, vector)
+    check_finite(m, role, vector)
     return vector
 
 
@@ -335,49 +344,3 @@ def _group_index(m: StoredModule, lead: tuple[int, ...]) -> Array | None:
         raise m.error(f"group_index runs from {index.min()} to {index.max()}, but there are {m.groups} groups")
     plain = np.arange(m.k, dtype=np.int32) // m.quant.group_size if m.groups > 1 else np.zeros(m.k, dtype=np.int32)
     return None if (index == plain).all() else index
-
-
-# --- values of scales ------------------------------------------------------------------------------------------
-
-
-def _check_finite(m: StoredModule, role: str, scale: Array) -> None:
-    bad = scale == 255 if scale.dtype == np.uint8 else ~np.isfinite(scale)
-    if bad.any():
-        first = [int(i) for i in np.argwhere(bad)[0]]
-        what = "the byte 255 (NaN)" if scale.dtype == np.uint8 else str(scale[tuple(first)])
-        raise m.error(f"scale not finite: {role}{first} is {what}, {int(bad.sum())} in all")
-
-
-def _check_zero_scales(m: StoredModule, tensors: Mapping[str, Array]) -> None:
-    """A scale of 0 is legal for a group whose codes are all zero. e8m0 has no 0: its byte 0 is 2^-127."""
-    scale, quant = tensors["scale"], m.quant
-    if scale.dtype == np.uint8 or not (zeros := scale == 0).any():
-        return
-    if quant.granularity == "block":
-        zeros = np.repeat(zeros, quant.block[0], axis=-2)[..., : m.n, :]
-        column = np.arange(m.k) // quant.block[1]
-    elif quant.granularity == "group":
-        column = tensors.get("group_index", np.arange(m.k) // quant.group_size)
-    else:
-        column = np.zeros(m.k, dtype=np.int32)
-    for index in zip(*np.nonzero(zeros.any(axis=-1)), strict=True):
-        of_row = column[index[0]] if column.ndim == 2 else column
-        zero_point = tensors["zero_point"][index][of_row] if "zero_point" in tensors else 0
-        wrong = zeros[index][of_row] & _is_nonzero(tensors["codes"][index], quant.element, zero_point)
-        if wrong.any():
-            at = [int(i) for i in index]
-            raise m.error(
-                f"scale not finite: the scale of row {at}, column {int(wrong.argmax())} is 0, its code is not"
-            )
-
-
-def _is_nonzero(codes: Array, element: str, zero_point: Array | int) -> Array:
-    """Which codes of one row stand for a number other than 0: bool [K]."""
-    if ELEMENT_BITS.get(element) == 4:
-        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(-1)
-    if element == "nf4":
-        return np.asarray(codes != 7)
-    if element.startswith(("int", "uint")):
-        return np.asarray(codes != zero_point)
-    # the sign of a float's zero does not matter
-    return np.asarray(codes.view(np.uint8) & np.uint8(2 ** (ELEMENT_BITS[element] - 1) - 1) != 0)

@@ -19,7 +19,6 @@ from dataclasses import replace
 import numpy as np
 
 from omniplat.canonical import Array
-from omniplat.formats.storage import Storage
 from omniplat.formats.unpack_codes import StoredModule
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
@@ -30,6 +29,7 @@ _SAME_SCALE = 2.0**-9
 
 def standardised(m: StoredModule) -> StoredModule:
     """`m` with canonical roles and known layouts only; `m` itself where it has nothing else. Raises as `m.error`."""
+    m = with_scale_in_rows(m)
     arrays, storage = dict(m.arrays), m.storage
     if storage.packing.startswith("nibbles") and storage.container == "I8" and m.get("codes").dtype == np.int8:
         # DeepSeek-V4 and Ascend's tools keep the bytes in a signed tensor
@@ -41,9 +41,6 @@ def standardised(m: StoredModule) -> StoredModule:
     if m.quant.element == "fp4_e2m1" and storage.packing == "plain" and m.get("codes").dtype == np.int8:
         # whole numbers in an int8 container: the engine reads them as numbers, never as codes
         arrays["codes"] = arrays["codes"].astype(np.float32)
-    if storage.scale_layout != "rows" and "scale" in arrays:
-        arrays["scale"] = _scale_in_rows(m, storage, arrays["scale"])
-        storage = replace(storage, scale_layout="rows")
     if "deq_scale" in arrays:
         _settle_dequantization(m, arrays)
     if "scale_second" in arrays:
@@ -54,10 +51,16 @@ def standardised(m: StoredModule) -> StoredModule:
     return replace(m, arrays=arrays, storage=storage)
 
 
-def _scale_in_rows(m: StoredModule, storage: Storage, scale: Array) -> Array:
-    if storage.scale_layout == "columns":
-        return np.ascontiguousarray(scale.T)
-    return from_tiles(m, scale, m.n, m.k // m.quant.group_size)
+def with_scale_in_rows(m: StoredModule) -> StoredModule:
+    """`m` with its scale as [rows, groups], whatever layout the file has it in; `m` itself where that is so."""
+    scale = m.arrays.get("scale")
+    if m.storage.scale_layout == "rows" or scale is None:
+        return m
+    if m.storage.scale_layout == "columns":
+        scale = np.ascontiguousarray(scale.T)
+    else:
+        scale = from_tiles(m, scale, m.n, m.k // m.quant.group_size)
+    return replace(m, arrays={**m.arrays, "scale": scale}, storage=replace(m.storage, scale_layout="rows"))
 
 
 def from_tiles(m: StoredModule, scale: Array, rows: int, columns: int) -> Array:

@@ -68,7 +68,14 @@ def load_into(
         return per_module(layer)
 
     planned = make_planned(
-        opened, device, backend=backend, component=part.name or None, allow=allow, prefer=prefer, divide=divide
+        opened,
+        device,
+        backend=backend,
+        component=part.name or None,
+        allow=allow,
+        prefer=prefer,
+        divide=divide,
+        scan="needed",
     )
     require_runnable(planned.plan)
     where = device_of(planned.device)

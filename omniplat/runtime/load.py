@@ -10,19 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from omniplat.canonical import Array, CanonicalWeight
-from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.errors import InvalidCheckpointError, UsageError
-from omniplat.formats.resolved import ResolvedModule
-from omniplat.formats.unpack import canonicalise
 from omniplat.legality import cut_layer, rank_spec
 from omniplat.packed import PackedLayer, Part
-from omniplat.roworder import AS_IS, RowOrder
-from omniplat.roworder_apply import to_canonical_rows
+from omniplat.reading import TensorReader, canonical_module, read_roles
 from omniplat.runtime.assemble import Assembly
 from omniplat.runtime.kernel import Kernel, LinearKernel, MoeKernel, Workspaces
 from omniplat.runtime.layers import QuantExperts, QuantLinear
@@ -37,47 +33,6 @@ from omniplat.runtime.slicer import (
     without_bias,
 )
 from omniplat.runtime.tensors import to_torch
-
-
-class TensorReader(Protocol):
-    """What loading needs of a checkpoint."""
-
-    def read(self, info: TensorInfo) -> Array:
-        """The tensor's values, with ml_dtypes for bf16 and fp8. May be a read-only view of a mapped file."""
-
-
-def read_roles(module: ResolvedModule, reader: TensorReader, expert: int | None = None) -> dict[str, Array]:
-    """All roles of one checkpoint module as stored; of one expert of a stacked module when `expert` is given."""
-    arrays = {role: reader.read(info) for role, info in module.tensors.items()}
-    if expert is None:
-        return arrays
-    return {role: array[expert] for role, array in arrays.items()}
-
-
-def read_canonical(
-    module: ResolvedModule, reader: TensorReader, order: RowOrder = AS_IS, expert: int | None = None
-) -> CanonicalWeight:
-    """`canonical_module` of a module that `reader` reads."""
-    return canonical_module(module, read_roles(module, reader, expert), order)
-
-
-def canonical_module(module: ResolvedModule, arrays: Mapping[str, Array], order: RowOrder = AS_IS) -> CanonicalWeight:
-    """One checkpoint module, or one expert of a stacked one, in canonical form and row order.
-
-    `arrays` are its roles as stored. Raises InvalidCheckpointError naming file and module when they fit no weight of
-    its scheme, or a scale is not finite.
-    """
-    file = module.tensors["codes"].shard if "codes" in module.tensors else ""
-    weight = canonicalise(
-        arrays,
-        module.storage,
-        module.scheme,
-        module.out_features,
-        module.in_features,
-        file=file,
-        module=module.name,
-    )
-    return to_canonical_rows(weight, order)
 
 
 def load_layer(

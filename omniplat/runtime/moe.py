@@ -11,10 +11,11 @@ from torch import nn
 from omniplat.errors import BackendUnavailableError, InvalidCheckpointError, UsageError
 from omniplat.layer import MoeSpec
 from omniplat.planner import Planned, PlannedLayer
+from omniplat.reading import TensorReader
 from omniplat.runtime.activate import activate
 from omniplat.runtime.kernel import LinearKernel, MoeKernel, load_kernel
 from omniplat.runtime.layers import CompositeLinear, KeepsDtypes, QuantExperts, QuantLinear
-from omniplat.runtime.load import TensorReader, load_layer
+from omniplat.runtime.load import load_layer
 from omniplat.runtime.plain import PlainLinear
 from omniplat.runtime.routing import route
 from omniplat.runtime.slicer import WHOLE, Rank, expert_range

@@ -31,8 +31,8 @@ from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.errors import InvalidCheckpointError, UsageError
 from omniplat.formats.resolved import ResolvedModule
 from omniplat.oracle import dequantize
+from omniplat.reading import TensorReader, read_canonical
 from omniplat.roworder import AS_IS
-from omniplat.runtime.load import TensorReader, read_canonical
 
 #: Output dtype -> safetensors dtype and bytes per element.
 DTYPES: dict[str, tuple[str, int]] = {"bf16": ("BF16", 2), "f32": ("F32", 4)}

@@ -22,10 +22,10 @@ from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.errors import InvalidCheckpointError
 from omniplat.formats.resolved import ResolvedModule
 from omniplat.packed import PackedLayer, Part
+from omniplat.reading import TensorReader
 from omniplat.roworder_apply import to_canonical_rows
 from omniplat.runtime.activate import activate
 from omniplat.runtime.layers import QuantExperts, QuantLinear
-from omniplat.runtime.load import TensorReader
 from omniplat.runtime.tensors import DTYPES, to_tensor
 from omniplat.scheme import UNQUANTIZED
 from omniplat.tools.convert import dequantized_rows

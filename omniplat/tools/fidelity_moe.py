@@ -13,9 +13,9 @@ from omniplat.moe_block import MoeBlock
 from omniplat.oracle.moe import route
 from omniplat.packed import Part
 from omniplat.planner import Planned, PlannedLayer
+from omniplat.reading import TensorReader
 from omniplat.runtime.activate import activate
 from omniplat.runtime.layers import QuantExperts, QuantLinear
-from omniplat.runtime.load import TensorReader
 from omniplat.runtime.moe import QuantMoE, load_moe
 from omniplat.runtime.tensors import DTYPES, to_array, to_tensor
 from omniplat.tools.fidelity import (

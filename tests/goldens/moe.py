@@ -19,7 +19,7 @@ from omniplat.checkpoint.reader import ShardReader
 from omniplat.oracle import dequantize
 from omniplat.packed import PackedLayer, Part
 from omniplat.planner import Planned, PlannedLayer
-from omniplat.runtime.load import read_canonical
+from omniplat.reading import read_canonical
 from omniplat.runtime.moe import QuantMoE, load_moe_layers
 from tests.goldens.check import rounds_to_bf16
 from tests.goldens.entries import Entry, read_safetensors

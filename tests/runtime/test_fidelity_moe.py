@@ -9,9 +9,10 @@ import pytest
 
 from omniplat.canonical import Array
 from omniplat.oracle import dequantize
+from omniplat.reading import read_canonical
 from omniplat.reference.kernels import ExpertLoop
 from omniplat.runtime.layers import QuantExperts
-from omniplat.runtime.load import load_layer, read_canonical
+from omniplat.runtime.load import load_layer
 from omniplat.tools.fidelity import LayerFidelity
 from omniplat.tools.fidelity_moe import MoeFidelity, measure_moe
 from tests.support.moe import NAME, TOP, planned, write

@@ -21,10 +21,11 @@ from omniplat.formats.resolved import DecidedBy, ResolvedModule
 from omniplat.formats.storage import Storage
 from omniplat.layer import LayerSpec, MoeSpec
 from omniplat.packed import PackedLayer, Part
+from omniplat.reading import TensorReader
 from omniplat.reference.kernels import DequantLinear, ExpertLoop
 from omniplat.roworder import AS_IS, RowOrder
 from omniplat.runtime.assemble import Assembly
-from omniplat.runtime.load import TensorReader, load_layer
+from omniplat.runtime.load import load_layer
 from omniplat.scheme import Scheme
 from tests.reference.build import Weights, assert_within_f32
 

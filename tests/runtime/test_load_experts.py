@@ -22,11 +22,12 @@ from omniplat.models.builtin import FAMILIES
 from omniplat.oracle import moe
 from omniplat.packed import PackedLayer, Part
 from omniplat.packing import family_of, pack
+from omniplat.reading import TensorReader
 from omniplat.reference.kernels import ExpertLoop
 from omniplat.roworder import AS_IS, RowOrder
 from omniplat.roworder_apply import to_disk_rows
 from omniplat.runtime.layers import QuantExperts
-from omniplat.runtime.load import TensorReader, load_layer
+from omniplat.runtime.load import load_layer
 from omniplat.runtime.slicer import Rank
 from omniplat.scheme import UNQUANTIZED, Scheme
 from tests.reference.build import Weights

@@ -15,7 +15,7 @@ from omniplat.checkpoint.reader import ShardReader
 from omniplat.errors import InvalidCheckpointError, UsageError
 from omniplat.oracle import linear, moe
 from omniplat.planner import Planned
-from omniplat.runtime.load import read_canonical
+from omniplat.reading import read_canonical
 from omniplat.runtime.moe import QuantMoE, load_moe
 from omniplat.runtime.slicer import WHOLE, Rank
 from tests.oracle.test_moe import concatenate, stack

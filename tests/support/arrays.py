@@ -15,8 +15,8 @@ from omniplat.api import make_planned
 from omniplat.canonical import Array, CanonicalWeight
 from omniplat.checkpoint.reader import ShardReader
 from omniplat.formats.resolved import ResolvedModule
+from omniplat.reading import read_canonical
 from omniplat.roworder import AS_IS
-from omniplat.runtime.load import read_canonical
 from tests.support.checkpoints import write_checkpoint
 
 _NAMES = {
