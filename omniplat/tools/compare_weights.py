@@ -22,7 +22,7 @@ from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.errors import UsageError
 from omniplat.formats.resolve import Resolution
 from omniplat.formats.resolved import ResolvedModule
-from omniplat.runtime.load import TensorReader
+from omniplat.reading import TensorReader
 from omniplat.tools.compare import Comparison, Unmatched, in_both
 from omniplat.tools.convert import dequantized_rows, weight_name
 from omniplat.tools.fidelity import Distance
