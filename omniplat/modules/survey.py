@@ -19,7 +19,7 @@ from omniplat.packing import family_of
 from omniplat.registry import MODELS, Registry
 
 #: A transformer block in a module's path, the outermost.
-_BLOCK = re.compile(r"(.*?(?:^|\.)(?:\w*blocks|layers|h)\.\d+)(?:\.|$)")
+_BLOCK = re.compile(r"(.*?(?:^|\.)(?:\w*blocks|layers?|h)\.\d+)(?:\.|$)")
 #: Tensors that hold all experts of a layer.
 _STACKS = ("gate_up_proj", "gate_proj", "up_proj", "w13", "down_proj", "w2")
 

@@ -1,0 +1,82 @@
+"""Layers that compute in float64 what a quantized layer means: a dequantized weight, and inputs as the oracle leaves
+them. They share no kernel with what they are compared to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import nn
+
+from omniplat import oracle
+from omniplat.canonical import Array
+from omniplat.online import Method
+from omniplat.scheme import TensorQuant
+
+#: From a rounding error to the one that is used in its place.
+Errors = Callable[[Array], Array]
+
+
+class StandIn(nn.Module):
+    """y = Q(x * pre_scale) W^T + b, in float64 and returned in x's dtype.
+
+    `weight` is [N, K]; `inputs` are the static quantities of `oracle.quantize_activation`. `errors` changes what
+    quantization does to inputs: the input plus `errors(Q(x) - x)` is used.
+    """
+
+    def __init__(
+        self,
+        weight: Array,
+        activation: TensorQuant | None,
+        bias: torch.Tensor | None = None,
+        inputs: Mapping[str, Array] | None = None,
+        pre_scale: Array | None = None,
+        errors: Errors | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = torch.from_numpy(np.asarray(weight, np.float64))
+        self.bias = bias.detach().double() if bias is not None else None
+        self.activation = activation
+        self.inputs = dict(inputs or {})
+        self.pre_scale = pre_scale
+        self.errors = errors
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = x.detach().double().numpy()
+        if self.pre_scale is not None:
+            values = values * self.pre_scale
+        if self.activation is not None:
+            rounded = oracle.quantize_activation(values, self.activation, **self.inputs)
+            values = rounded if self.errors is None else values + self.errors(rounded - values)
+        return nn.functional.linear(torch.from_numpy(values), self.weight, self.bias).to(x.dtype)
+
+
+def online(linear: nn.Linear, method: Method, name: str = "", errors: Errors | None = None) -> StandIn:
+    """What `linear` means once `method` has quantized it. `errors` is put in place of the weight's errors as well."""
+    weight = linear.weight.detach().float().numpy()
+    rounded = dequantized(weight, method)
+    used = rounded if errors is None else weight + errors(rounded - weight)
+    inputs = {"input_scale": np.float32(method.input_scales[name])} if name in method.input_scales else {}
+    return StandIn(used, method.activation, linear.bias, inputs, errors=errors)
+
+
+def dequantized(weight: Array, method: Method) -> Array:
+    """The weight's values after rounding to nearest by the oracle, or by bitsandbytes itself: float64 [N, K]."""
+    if method.name != "bitsandbytes":
+        return oracle.dequantize(oracle.quantize_weight(weight, method.weight))
+    from bitsandbytes import functional
+
+    kind = "nf4" if method.weight.element == "nf4" else "fp4"
+    packed, state = functional.quantize_4bit(
+        torch.from_numpy(weight), blocksize=64, compress_statistics=method.compress_statistics, quant_type=kind
+    )
+    values: Array = functional.dequantize_4bit(packed, state).double().numpy()
+    return values
+
+
+def put_in_place(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Replace modules of `model` by name."""
+    for name, layer in layers.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, layer)
