@@ -111,6 +111,7 @@ class _Loading:
         self._device = device
         self._part = part
         self._layers = [item for item in planned.layers if item.layer.status == "ok"]
+        self._matrices = {module.name for resolution in planned.resolutions for module in resolution.modules}
         self._targets: dict[str, Place] = {}
         self._problems: list[str] = []
         for item in self._layers:
@@ -171,7 +172,9 @@ class _Loading:
             if conversion:
                 self._problems.append(f"{name}: transformers converts it ({conversion}), which is not done here")
             elif problem := self._slots.misfit(target, info.shape):
-                self._problems.append(problem if target == name else f"{name}: {problem}")
+                # Beside a weight that is not quantized after all: the plan's `unexpected-tensor`.
+                if owner not in self._matrices or leaf in ("weight", "bias"):
+                    self._problems.append(problem if target == name else f"{name}: {problem}")
             else:
                 found[target] = info
         self._problems += self._slots.unfilled(found)

@@ -84,7 +84,7 @@ def _bert() -> nn.Module:
     return transformers.BertForTokenClassification(transformers.BertConfig(**sizes, num_attention_heads=4))
 
 
-def _tokens(dtype: torch.dtype) -> Mapping[str, Any]:
+def tokens(dtype: torch.dtype) -> Mapping[str, Any]:
     return {"input_ids": torch.arange(7)[None]}
 
 
@@ -147,9 +147,9 @@ def flux_inputs(dtype: torch.dtype) -> Mapping[str, Any]:
 
 
 MODELS: dict[str, Model] = {
-    "qwen3": Model("transformers", _qwen3, _tokens, r"lm_head"),
-    "qwen3-moe": Model("transformers", _qwen3_moe, _tokens, r"lm_head"),
-    "bert": Model("transformers", _bert, _tokens, "none"),
+    "qwen3": Model("transformers", _qwen3, tokens, r"lm_head"),
+    "qwen3-moe": Model("transformers", _qwen3_moe, tokens, r"lm_head"),
+    "bert": Model("transformers", _bert, tokens, "none"),
     "qwen-image": Model(
         "diffusers", _qwen_image, qwen_image_inputs,
         r"img_in|txt_in|time_text_embed\..*|.*\.(img|txt)_mod\.1|norm_out\.linear|proj_out",

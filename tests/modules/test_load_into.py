@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import omniplat
@@ -41,6 +42,19 @@ def filled(model: nn.Module, checkpoint: Written, prefix: str = "") -> nn.Module
 def snapshot(model: nn.Module) -> dict[str, tuple[int, type]]:
     parameters = {name: (id(tensor), type(tensor)) for name, tensor in model.named_parameters()}
     return parameters | {f"/{name}": (id(module), type(module)) for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("leaf", ["weight_scale", "weight_scale_inv", "input_scale", "weight_zero_point"])
+def test_quantization_tensors_beside_a_plain_weight_have_no_place_and_need_none(leaf: str, tmp_path: Path) -> None:
+    """Producers leave them behind where they changed their mind; the plan says so."""
+    checkpoint = written(tmp_path, keep=(Q,))
+    shard = tmp_path / "model.safetensors"
+    save_file(load_file(shard) | {f"{Q}.{leaf}": torch.full((1,), torch.nan)}, shard)
+    model = tiny.decoder()
+    plan = omniplat.load_into(model, tmp_path, "cpu")
+    assert [item.modules for item in plan.findings if item.code == "unexpected-tensor"] == [(Q,)]
+    expected = filled(tiny.decoder(), checkpoint)(tiny.rows())
+    torch.testing.assert_close(model(tiny.rows()), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("scheme", ["mxfp8/a16", "int4-g32/a16", "nvfp4/a16", "fp8-channel/fp8-token"])
