@@ -85,11 +85,14 @@ def _module_problems(
         yield f"its loader is not known to keep the rows of {leaf}, which lie in an order of their own"
     if layer.stacked and is_expert and part not in layer.w2[0] and leaf not in _STACKS:
         yield f"it drops stacks of experts called {leaf}"
+    roles = {info.name for info in part.module.tensors.values()}
     for info in infos.values():
         stored = info.name.removeprefix(name)
         if "." in stored.removeprefix("."):
             yield f"{stored.removeprefix('.')} has a dot in its name, which no parameter of a module can have"
         elif _ATTENTION_SCALE.search(info.name):
+            if info.name not in roles:
+                continue  # it is one: of the cache, which is the engine's own
             yield f"it takes {stored.removeprefix('.')} for a scale of the attention"
         elif layer.stacked:
             if stored.startswith(".") or len(info.shape) != 3:

@@ -43,6 +43,11 @@ def declares_kv_cache(fields: Fields) -> bool:
     return any(_is_declared(fields, key) for key in _KEYS)
 
 
+def cache_scales(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of a component's tensors that are scales of the cache."""
+    return tuple(name for name in names if _SCALE.fullmatch(name) is not None)
+
+
 def kv_cache_findings(source: Fields, component: Component) -> list[Finding]:
     """Findings about the cache that `source` declares: a kind that is not known, or scales that are not there."""
     try:

@@ -13,82 +13,45 @@ from typing import Any, cast
 
 import torch
 from torch.nn import Module, Parameter
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor.utils import set_weight_attrs
 
-from omniplat.api import require_runnable
-from omniplat.errors import InvalidCheckpointError, UsageError
+from omniplat.errors import InvalidCheckpointError
+from omniplat.integrations.vllm_attention import attention_method
 from omniplat.integrations.vllm_loading import MEMBER, LoadingExperts, LoadingLinear
 from omniplat.integrations.vllm_names import EngineLayers, EnginePart
-from omniplat.planner import Planned, PlannedLayer
+from omniplat.planner import PlannedLayer
 from omniplat.runtime.kernel import Workspaces
 from omniplat.runtime.layers import CompositeLinear, QuantExperts, QuantLinear
 
 
-class OmniplatConfig(QuantizationConfig):  # type: ignore[misc]
-    """Dispatches the layers of a plan. One component of a pipeline, or the whole checkpoint."""
+def method_for(
+    layer: Module, prefix: str, layers: EngineLayers, workspaces: Workspaces, native: QuantizationConfig | None
+) -> QuantizeMethodBase | None:
+    """What runs one of vLLM's layers; None where vLLM's own unquantized method does.
 
-    def __init__(self, planned: Planned, component: str = "") -> None:
-        """Raises what stands in the way of loading the plan, and InvalidCheckpointError for what vLLM cannot load."""
-        super().__init__()
-        require_runnable(planned.plan)
-        self._layers = EngineLayers(planned, component, "vllm")
-        self._workspaces = Workspaces()
-
-    def get_name(self) -> str:
-        return "omniplat"
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """None: the plan has asked the device."""
-        return 0
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> OmniplatConfig:
-        raise UsageError(
-            "a config alone does not tell what a checkpoint stores: make a plan, then OmniplatConfig(plan)"
-        )
-
-    @staticmethod
-    def get_checkpoint_weight_mapper() -> WeightsMapper:
-        """Nothing is dropped. vLLM's own drops the order of groups (`g_idx`), which act-order needs."""
-        return WeightsMapper()
-
-    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
-        renames = hf_to_vllm_mapper.get_rename_mapper()
-
-        def engine_name(name: str) -> str | None:
-            return next(iter(renames.apply_list([name])), None)
-
-        self._layers.rename(engine_name)
-
-    def get_quant_method(self, layer: Module, prefix: str) -> QuantizeMethodBase | None:
-        """Raises InvalidCheckpointError for a layer of which the checkpoint has nothing."""
-        if isinstance(layer, RoutedExperts):
-            experts = self._layers.experts(prefix)
-            if experts is None:
-                raise InvalidCheckpointError("no experts of this name are in the checkpoint", key=prefix)
-            if experts.layer.status == "unquantized":
-                return None
-            return OmniplatMoEMethod(layer, experts, self._layers, self._workspaces)
-        if not isinstance(layer, LinearBase):
+    Raises InvalidCheckpointError for a layer of which the checkpoint has nothing.
+    """
+    if isinstance(layer, RoutedExperts):
+        experts = layers.experts(prefix)
+        if experts is None:
+            raise InvalidCheckpointError("no experts of this name are in the checkpoint", key=prefix)
+        if experts.layer.status == "unquantized":
             return None
-        parts = self._layers.linear(prefix)
-        if not parts:
-            raise InvalidCheckpointError("no weight of this name is in the checkpoint", key=prefix)
-        if all(part.layer.layer.status == "unquantized" for part in parts):
-            return UnquantizedLinearMethod()
-        return OmniplatLinearMethod(parts, self._layers, self._workspaces)
+        return OmniplatMoEMethod(layer, experts, layers, workspaces)
+    if isinstance(layer, AttentionLayerBase):
+        return attention_method(layer, prefix, layers, native)
+    if not isinstance(layer, LinearBase):
+        return None
+    parts = layers.linear(prefix)
+    if not parts:
+        raise InvalidCheckpointError("no weight of this name is in the checkpoint", key=prefix)
+    if all(part.layer.layer.status == "unquantized" for part in parts):
+        return UnquantizedLinearMethod()
+    return OmniplatLinearMethod(parts, layers, workspaces)
 
 
 class OmniplatLinearMethod(LinearMethodBase):  # type: ignore[misc]

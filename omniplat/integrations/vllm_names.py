@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
+from omniplat.checkpoint.folder import Component
 from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.engines import Tensors, tensors_below, undeliverable
 from omniplat.errors import InvalidCheckpointError, UsageError
@@ -28,17 +29,24 @@ class EnginePart:
         return self.layer.packed.parts[self.index].module.name
 
 
+def installed_family(component: Component) -> Family:
+    """The table of the model that a component is."""
+    registry = default_registry()
+    families = [family for name in registry.names(MODELS) for family in registry.load(MODELS, name)]
+    return family_of(component.config, families)
+
+
 class EngineLayers:
     """The layers of one component of a plan, found by an engine's names."""
 
     def __init__(self, planned: Planned, component: str, engine: str) -> None:
         """Raises UsageError for a component that is not there, InvalidCheckpointError where `engine` cannot load it."""
+        self.planned = planned
         resolution = next((item for item in planned.resolutions if item.component.name == component), None)
         if resolution is None:
             raise UsageError(f"the plan has no component {component!r}")
-        registry = default_registry()
-        families = [family for name in registry.names(MODELS) for family in registry.load(MODELS, name)]
-        self.family: Family = family_of(resolution.component.config, families)
+        self.component: Component = resolution.component
+        self.family = installed_family(resolution.component)
         self._layers = [layer for layer in planned.layers if layer.layer.component == component]
         names = [module.name for layer in self._layers for module in layer.packed.modules]
         self._below: Tensors = tensors_below(names, resolution.component.tensors.values())

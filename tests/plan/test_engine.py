@@ -58,6 +58,15 @@ def reasons(layer: PackedLayer, family: Family = OTHER, extra: tuple[str, ...] =
 PLAIN = {".weight": (96, 32), ".weight_scale": (96, 2)}
 
 
+@pytest.mark.parametrize("leaf", ["k_scale", "v_scale", "q_scale", "k_zero_point"])
+def test_scales_of_the_cache_beside_a_projection_are_the_engines(leaf: str) -> None:
+    """They are not tensors of the layer: the engine moves them to its attention, where they belong."""
+    layer = linear(part_of("a.self_attn.k_proj", PLAIN))
+    assert reasons(layer, extra=(f"a.self_attn.k_proj.{leaf}",)) == ""
+    needed = linear(part_of("a.self_attn.k_proj", {**PLAIN, f".{leaf}": (1,)}))
+    assert f"it takes {leaf} for a scale of the attention" in reasons(needed)
+
+
 def test_ordinary_modules_are_delivered() -> None:
     assert reasons(linear(part_of("a.q_proj", {**PLAIN, ".g_idx": (64,), ".weight_shape": (2,), ".bias": (96,)}))) == ""
     up, down = part_of("e.experts.0.up_proj", PLAIN), part_of("e.experts.0.down_proj", {**PLAIN, ".input_scale": (1,)})

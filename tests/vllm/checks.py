@@ -27,7 +27,8 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, 
 from omniplat.api import make_planned
 from omniplat.checkpoint.reader import ShardReader
 from omniplat.errors import UsageError
-from omniplat.integrations.vllm import OmniplatConfig, OmniplatLinearMethod, OmniplatMoEMethod
+from omniplat.integrations.vllm import OmniplatLinearMethod, OmniplatMoEMethod
+from omniplat.integrations.vllm_config import OmniplatConfig
 from omniplat.integrations.vllm_loading import MEMBER
 from omniplat.packed import PackedLayer, Split, select_part
 from omniplat.planner import Planned, PlannedLayer

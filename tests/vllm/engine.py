@@ -24,7 +24,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 
-from omniplat.integrations.vllm import OmniplatConfig
+from omniplat.integrations.vllm_config import OmniplatConfig
 
 
 def free_port() -> int:

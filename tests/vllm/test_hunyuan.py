@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from omniplat.api import load_layers, make_planned
-from omniplat.integrations.vllm import OmniplatConfig
+from omniplat.integrations.vllm_config import OmniplatConfig
 from omniplat.integrations.vllm_loading import MEMBER
 from tests.vllm.engine import engine
 from tests.vllm.hunyuan import MAPPER, build, load

@@ -21,7 +21,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from omniplat.api import make_planned
 from omniplat.engines import _ATTENTION_SCALE
 from omniplat.errors import InvalidCheckpointError
-from omniplat.integrations.vllm import OmniplatConfig
+from omniplat.integrations.vllm_config import OmniplatConfig
 from tests.vllm.checks import BUNDLED, folder_of
 from tests.vllm.engine import engine, tensors_of
 from tests.vllm.hunyuan import MAPPER, build

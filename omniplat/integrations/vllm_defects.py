@@ -1,0 +1,43 @@
+"""What versions of vLLM are known to do wrong with layers that they accept: data, each line seen in that version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from packaging.specifiers import SpecifierSet
+
+from omniplat.document import PlanLayer
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """Layers that store `weight` and declare `activation` on devices of these kinds. `what` is what happens."""
+
+    versions: str
+    kinds: tuple[str, ...]
+    weight: str
+    activation: str
+    what: str
+
+
+DEFECTS = (
+    Defect(
+        "==0.30.*",
+        ("cpu",),
+        "fp8-tensor",
+        "fp8-tensor-static",
+        "its CPU build lacks static_scaled_fp8_quant, the first forward pass raises RuntimeError",
+    ),
+)
+
+
+def defect_of(layers: Iterable[PlanLayer], kind: str, version: str) -> str:
+    """The first layer that this vLLM accepts and does wrong, with what it does; "" where none is known."""
+    known = [item for item in DEFECTS if kind in item.kinds and SpecifierSet(item.versions).contains(version, True)]
+    for layer in layers:
+        activation = (layer.declared or "").rpartition("/")[2]
+        for item in known:
+            if (layer.stored, activation) == (item.weight, item.activation):
+                return f"{layer.name}: {item.what}"
+    return ""

@@ -1,0 +1,120 @@
+"""Serves checkpoints one after another by `vllm.LLM`, in a process of its own: `python serve.py REQUESTS ANSWERS`.
+
+REQUESTS is a list of `Request`s as JSON; ANSWERS gets a list of `Answer`s. Models with experts come first: vLLM makes
+the process groups that they need with the first model only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+PROMPT = (1, 5, 9, 33, 70)
+LENGTH = 6
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checkpoint to serve, with the value of OMNIPLAT_DISPATCH and options of `vllm.LLM`."""
+
+    key: str
+    path: str
+    mode: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`tokens` follow `PROMPT`; `logprobs` are those of all tokens, one row for each of them. `methods` are the names
+    of classes by module. Where it failed, `error` is a traceback and the rest is empty."""
+
+    key: str
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[Sequence[float]] = ()
+    methods: Mapping[str, str] = field(default_factory=dict)
+    quantization: str = ""
+    error: str = ""
+    log: Sequence[str] = ()
+
+
+def serve_all(requests: Sequence[Request], mode: str, folder: Path) -> dict[str, Answer]:
+    """Answers by key, from another process that starts with OMNIPLAT_DISPATCH as `mode` says."""
+    asked, answered = folder / "requests.json", folder / "answers.json"
+    asked.write_text(json.dumps([asdict(request) for request in requests]))
+    environment = {
+        **os.environ,
+        "OMNIPLAT_DISPATCH": mode,
+        "OMP_NUM_THREADS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "TORCH_COMPILE_DISABLE": "1",  # the sampler would be compiled: 14 s
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, str(Path(__file__)), str(asked), str(answered)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert answered.is_file(), done.stdout[-4000:] + done.stderr[-4000:]
+    return {item["key"]: Answer(**item) for item in json.loads(answered.read_text())}
+
+
+class _Log(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _serve(request: Request) -> Answer:
+    from vllm import LLM, SamplingParams
+
+    log = _Log()
+    logging.getLogger("vllm.omniplat").addHandler(log)
+    os.environ["OMNIPLAT_DISPATCH"] = request.mode
+    options = {"dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 16 << 20, **request.options}
+    try:
+        llm = LLM(model=request.path, enforce_eager=True, seed=0, disable_log_stats=True, max_logprobs=-1, **options)
+        sampling = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True, logprobs=-1)
+        made = llm.generate({"prompt_token_ids": list(PROMPT)}, sampling, use_tqdm=False)[0].outputs[0]
+        rows = [[entry[token].logprob for token in sorted(entry)] for entry in made.logprobs]
+        methods: dict[str, str] = {}
+        llm.apply_model(lambda model: methods.update(_methods(model)))
+        return Answer(
+            request.key, list(made.token_ids), rows, methods, str(llm.model_config.quantization), "", log.lines
+        )
+    except BaseException:
+        return Answer(request.key, error=traceback.format_exc(), log=log.lines)
+    finally:
+        logging.getLogger("vllm.omniplat").removeHandler(log)
+
+
+def _methods(model: Any) -> dict[str, str]:
+    named = ((name, getattr(module, "quant_method", None)) for name, module in model.named_modules())
+    return {name: type(method).__name__ for name, method in named if method is not None}
+
+
+def _is_moe(request: Request) -> bool:
+    config = json.loads((Path(request.path) / "config.json").read_text())
+    return "moe" in config.get("model_type", "")
+
+
+def main() -> None:
+    requests = [Request(**item) for item in json.loads(Path(sys.argv[1]).read_text())]
+    requests.sort(key=lambda request: not _is_moe(request))
+    answers: list[Answer] = []
+    for request in requests:
+        answers.append(_serve(request))
+    Path(sys.argv[2]).write_text(json.dumps([asdict(answer) for answer in answers]))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    main()
