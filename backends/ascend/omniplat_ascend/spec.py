@@ -11,6 +11,8 @@ from omniplat.capability import Capability, ShapeRule
 _TORCH_NPU = "torch-npu>=2.6"
 _TORCH = "torch>=2.6"
 
+_LINEAR = "omniplat_ascend.kernels.linear"
+
 _INT8_ARCHS = ("a2", "a3", "a5")
 _A5 = ("a5",)
 _HALF = ("bf16", "f16")
@@ -22,7 +24,7 @@ _INT8_GROUPED = tuple(f"{stem}-{group}" for stem in ("int8", "uint8") for group 
 _AXIS = 65535
 _LINEAR_AXES = (ShapeRule("in", maximum=_AXIS), ShapeRule("out", maximum=_AXIS))
 _MOE_AXES = (*_LINEAR_AXES, ShapeRule("intermediate", maximum=_AXIS))
-_PACKED_AXES = (ShapeRule("in", maximum=_AXIS), ShapeRule("out", multiple_of=8, maximum=_AXIS))
+_PACKED_AXES = (ShapeRule("in", multiple_of=8, maximum=_AXIS), ShapeRule("out", maximum=_AXIS))
 _PACKED_MOE = (
     ShapeRule("in", multiple_of=8, maximum=_AXIS),
     ShapeRule("out", multiple_of=8, maximum=_AXIS),
@@ -43,6 +45,7 @@ _INT8 = (
         requires=(_TORCH_NPU,),
         accumulator="int32",
         priority=40,
+        impl=f"{_LINEAR}:Int8Linear",
     ),
     Capability(
         "quant_matmul_int8_static",
@@ -55,6 +58,7 @@ _INT8 = (
         requires=(_TORCH_NPU,),
         accumulator="int32",
         priority=40,
+        impl=f"{_LINEAR}:Int8StaticLinear",
     ),
     Capability(
         "quant_matmul_int4",
@@ -63,10 +67,12 @@ _INT8 = (
         ("int4-token",),
         archs=_INT8_ARCHS,
         dtypes=_HALF,
-        shapes=(ShapeRule("in", multiple_of=8, maximum=_AXIS), ShapeRule("out", multiple_of=8, maximum=_AXIS)),
+        shapes=_PACKED_AXES,
         requires=(_TORCH_NPU,),
         accumulator="int32",
         priority=40,
+        bias=False,
+        impl=f"{_LINEAR}:Int4Linear",
     ),
     Capability(
         "weight_quant_batchmatmul_int8",
@@ -79,6 +85,7 @@ _INT8 = (
         shapes=_LINEAR_AXES,
         requires=(_TORCH_NPU,),
         priority=20,
+        impl=f"{_LINEAR}:WeightOnlyInt8Linear",
     ),
     Capability(
         "weight_quant_batchmatmul_int4",
@@ -91,6 +98,7 @@ _INT8 = (
         shapes=_PACKED_AXES,
         requires=(_TORCH_NPU,),
         priority=20,
+        impl=f"{_LINEAR}:WeightOnlyInt4Linear",
     ),
     Capability(
         # Twice each value is an integer of at most 12: exact, with the group scales kept.
@@ -169,6 +177,7 @@ _FP8 = (
         shapes=_LINEAR_AXES,
         requires=(_TORCH_NPU,),
         priority=40,
+        impl=f"{_LINEAR}:Fp8Linear",
     ),
     Capability(
         "quant_matmul_fp8_block",
@@ -203,6 +212,7 @@ _FP8 = (
         shapes=_MX_AXES,
         requires=(_TORCH_NPU,),
         priority=40,
+        impl=f"{_LINEAR}:Mxfp8Linear",
     ),
     Capability(
         "quant_matmul_mxfp4",
@@ -214,6 +224,7 @@ _FP8 = (
         shapes=_MX_AXES,
         requires=(_TORCH_NPU,),
         priority=40,
+        impl=f"{_LINEAR}:Mxfp4Linear",
     ),
     Capability(
         "quant_matmul_mxfp4_a8",
@@ -226,6 +237,7 @@ _FP8 = (
         shapes=_MX_AXES,
         requires=(_TORCH_NPU,),
         priority=30,
+        impl=f"{_LINEAR}:Mxfp4A8Linear",
     ),
     Capability(
         "dual_level_quant_matmul",
@@ -237,6 +249,7 @@ _FP8 = (
         shapes=_MX_AXES,
         requires=(_TORCH_NPU,),
         priority=40,
+        impl=f"{_LINEAR}:DualLevelLinear",
     ),
     Capability(
         "grouped_matmul_mxfp8",

@@ -1,8 +1,31 @@
 """Ascend NPUs: torch_npu's operators."""
 
 from omniplat.emulation.ascend.layout import format_cast
+from omniplat.emulation.ascend.matmul import dual_level_quant_matmul, quant_matmul, weight_quant_batchmatmul
+from omniplat.emulation.ascend.mx import dynamic_dual_level_mx_quant, dynamic_mx_quant
+from omniplat.emulation.ascend.quantize import (
+    convert_weight_to_int4pack,
+    dtype_cast,
+    dynamic_quant,
+    quantize,
+    trans_quant_param,
+)
 from omniplat.emulation.ascend.schemas import SCHEMAS
 from omniplat.emulation.core import Vendor
+
+OPERATORS = {
+    "npu::npu_format_cast": format_cast,
+    "npu::npu_dtype_cast": dtype_cast,
+    "npu::npu_convert_weight_to_int4pack": convert_weight_to_int4pack,
+    "npu::npu_trans_quant_param": trans_quant_param,
+    "npu::npu_quantize": quantize,
+    "npu::npu_dynamic_quant": dynamic_quant,
+    "npu::npu_dynamic_mx_quant": dynamic_mx_quant,
+    "npu::npu_dynamic_dual_level_mx_quant": dynamic_dual_level_mx_quant,
+    "npu::npu_quant_matmul": quant_matmul,
+    "npu::npu_weight_quant_batchmatmul": weight_quant_batchmatmul,
+    "npu::npu_dual_level_quant_matmul": dual_level_quant_matmul,
+}
 
 VENDOR = Vendor(
     kind="npu",
@@ -10,6 +33,6 @@ VENDOR = Vendor(
     version="2.13.0",
     known=("2.10.0.post4", "2.13.0"),
     loaded_as=("torch_npu",),
-    schemas=tuple(schema for schema in SCHEMAS if schema.name == "npu_format_cast"),
-    operators={"npu::npu_format_cast": format_cast},
+    schemas=tuple(schema for schema in SCHEMAS if schema.qualified in OPERATORS),
+    operators=OPERATORS,
 )

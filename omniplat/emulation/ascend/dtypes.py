@@ -18,6 +18,7 @@ _NUMBERS: dict[int, torch.dtype | str] = {
     3: torch.int32,
     5: torch.float16,
     6: torch.float32,
+    12: torch.int8,  # qint8
     15: torch.bfloat16,
     16: INT4,
     23: torch.float8_e5m2,

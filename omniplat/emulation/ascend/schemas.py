@@ -58,7 +58,6 @@ SCHEMAS: tuple[OpSchema, ...] = (
         "pertoken_scale=None, Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, int? "
         "x2_dtype=None, int? pertoken_scale_dtype=None, int? scale_dtype=None, int[]? group_sizes=None, "
         "Tensor? y_scale=None) -> Tensor",
-        archs=_A5,
     ),
     _npu(
         "npu_weight_quant_batchmatmul(Tensor x, Tensor weight, Tensor antiquant_scale, Tensor? "

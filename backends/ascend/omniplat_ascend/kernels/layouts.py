@@ -1,0 +1,78 @@
+"""Canonical tensors in the layouts that torch_npu's operators read. Nothing here changes a value."""
+
+from __future__ import annotations
+
+import torch
+
+from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
+from omniplat.layer import LayerSpec
+from omniplat.runtime.tensors import DTYPES, WeightTensors
+from omniplat_ascend.kernels.numbers import FRACTAL_NZ
+from omniplat_ascend.spec import SPEC
+
+#: Codes looked at in one step of the search for NaN.
+_SLICE = 1 << 24
+
+
+def integers(weight: WeightTensors) -> torch.Tensor:
+    """int8 [..., N, K]."""
+    return weight.tensors["codes"].contiguous().view(torch.int8)
+
+
+def row_scale(weight: WeightTensors) -> torch.Tensor:
+    """f32 [..., N] of one scale per row."""
+    return weight.tensors["scale"].to(torch.float32).squeeze(-1).contiguous()
+
+
+def nibble_words(weight: WeightTensors) -> torch.Tensor:
+    """int32 [..., N, K/8]: eight codes of 4 bits to a word, the first one lowest, as canonical bytes lie already."""
+    return weight.tensors["codes"].contiguous().view(torch.int32)
+
+
+def fp8_bytes(weight: WeightTensors, spec: LayerSpec) -> torch.Tensor:
+    """uint8 [..., N, K] of e4m3 codes; raises InvalidCheckpointError for NaN."""
+    stored = weight.tensors["codes"].contiguous().view(torch.uint8)
+    for part in torch.split(stored.reshape(-1), _SLICE):
+        if bool(((part & 0x7F) == 0x7F).any()):
+            raise InvalidCheckpointError("fp8_e4m3 weight holds NaN", key=spec.name)
+    return stored
+
+
+def paired_scale(weight: WeightTensors) -> torch.Tensor:
+    """uint8 [..., N, K/64, 2] of e8m0 scales [..., N, K/32]; K is a multiple of 64."""
+    return weight.tensors["scale"].contiguous().view(torch.uint8).unflatten(-1, (-1, 2))
+
+
+def in_nz(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` (int8) in the FRACTAL_NZ format: same values and shape, other order of bytes in the device's memory."""
+    found: torch.Tensor = torch.ops.npu.npu_format_cast(tensor, FRACTAL_NZ, customize_dtype=torch.int8)
+    return found
+
+
+def weight_only(weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
+    """`codes` int8 [..., N, K] or int32 [..., N, K/8], `scale` and maybe `offset` [..., G, N] in the layer's dtype.
+
+    Codes without a sign are stored minus half their range: w = (code - zero) * scale = (stored + offset) * scale.
+    Raises UnsupportedCombinationError for zero points that are no integers.
+    """
+    quant = weight.scheme.weight
+    dtype = DTYPES[spec.dtype]
+    codes = weight.tensors["codes"].contiguous()
+    half = 0
+    if quant.element.startswith("uint"):
+        half = 1 << (quant.bits - 1)
+        codes = codes.view(torch.uint8) ^ (0x88 if quant.bits == 4 else 0x80)
+    tensors = {
+        "codes": codes.view(torch.int32 if quant.bits == 4 else torch.int8),
+        "scale": weight.tensors["scale"].to(dtype).transpose(-2, -1).contiguous(),
+    }
+    zero = weight.tensors.get("zero_point")
+    if zero is not None or half:
+        offset = torch.full_like(weight.tensors["scale"], half, dtype=torch.float32)
+        if zero is not None:
+            if not torch.equal(zero, torch.round(zero.to(torch.float32)).to(zero.dtype)):
+                reason = "needs zero points that are integers"
+                raise UnsupportedCombinationError(SPEC.name, spec.op, weight.scheme.id, [spec.name], [reason])
+            offset = offset - zero.to(torch.float32)
+        tensors["offset"] = offset.to(dtype).transpose(-2, -1).contiguous()
+    return tensors

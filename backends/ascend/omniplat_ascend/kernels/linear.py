@@ -1,0 +1,189 @@
+"""Linear kernels: how each lays a canonical weight out for its product (`products`)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from omniplat.capability import Capability
+from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
+from omniplat.layer import LayerSpec
+from omniplat.runtime.declared import require_declared
+from omniplat.runtime.kernel import LinearKernel, Prepared
+from omniplat.runtime.tensors import WeightTensors
+from omniplat_ascend.kernels import layouts, ops
+from omniplat_ascend.kernels.products import ROUND_MODES
+from omniplat_ascend.spec import SPEC
+
+
+@dataclass(frozen=True, slots=True)
+class AscendConfig:
+    """Names of the prepared tensors in the order of the operator's list, and how the device rounds activations."""
+
+    names: tuple[str, ...]
+    rounding: str
+    out_features: int
+    in_features: int
+
+
+def capability_named(name: str) -> Capability:
+    return next(item for item in SPEC.capabilities if item.name == name)
+
+
+class AscendLinear(LinearKernel[AscendConfig]):
+    """Prepares tensors and calls one function of `products`, by name."""
+
+    config_type = AscendConfig
+    product: ClassVar[str]
+    #: Canonical tensors that the product reads, beside `bias`.
+    roles: ClassVar[tuple[str, ...]] = ("codes", "scale", "pre_scale")
+
+    def prepare(self, weight: WeightTensors, spec: LayerSpec) -> Prepared[AscendConfig]:
+        """Raises UnsupportedCombinationError for what the kernel's capability does not declare."""
+        require_declared(SPEC.name, capability_named(self.name), weight, spec, self.roles)
+        tensors = self.laid_out(weight, spec)
+        if "pre_scale" in weight.tensors:
+            tensors["pre_scale"] = weight.tensors["pre_scale"].to(torch.float32).reshape(-1).contiguous()
+        activation = weight.scheme.activation
+        rounding = activation.rounding if activation is not None else ""
+        if rounding not in ROUND_MODES:
+            reason = f"{self.name}  needs activations rounded {', '.join(filter(None, ROUND_MODES))}, found {rounding}"
+            raise UnsupportedCombinationError(SPEC.name, spec.op, weight.scheme.id, [spec.name], [reason])
+        config = AscendConfig(tuple(tensors), ROUND_MODES[rounding], weight.out_features, weight.in_features)
+        return Prepared(tensors, config)
+
+    @abstractmethod
+    def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
+        """The tensors that the product reads. May share memory with `weight`."""
+
+    def apply(
+        self,
+        config: AscendConfig,
+        tensors: Mapping[str, torch.Tensor],
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        workspace: torch.Tensor | None,
+    ) -> torch.Tensor:
+        held = [tensors[name] for name in config.names]
+        names, rounding = list(config.names), config.rounding
+        return ops.linear(x, held, bias, names, self.product, rounding, config.out_features, out_dtype)
+
+
+class Int8Linear(AscendLinear):
+    """int8 weights with one scale per row, int8 activations with one per token."""
+
+    name: ClassVar[str] = "quant_matmul_int8"
+    product: ClassVar[str] = "int8_dynamic"
+
+    def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
+        return {"codes": layouts.integers(weight), "scale": layouts.row_scale(weight)}
+
+
+class Int8StaticLinear(AscendLinear):
+    """int8 weights with one scale per row, int8 activations with one scale of the file and maybe a zero point."""
+
+    name: ClassVar[str] = "quant_matmul_int8_static"
+    product: ClassVar[str] = "int8_static"
+    roles: ClassVar[tuple[str, ...]] = ("codes", "scale", "pre_scale", "input_scale", "input_zero_point")
+
+    def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
+        """A zero point z of the input adds -z * input_scale * scale * sum(codes) to every output: `correction` [N]."""
+        if "input_scale" not in weight.tensors:
+            raise InvalidCheckpointError(f"{weight.scheme.activation_id} needs input_scale", key=spec.name)
+        codes, scale = layouts.integers(weight), layouts.row_scale(weight)
+        input_scale = weight.tensors["input_scale"].to(torch.float32).reshape(1)
+        tensors = {"codes": codes, "scale": scale, "input_scale": input_scale}
+        if "input_zero_point" in weight.tensors:
+            zero = weight.tensors["input_zero_point"].to(torch.int32).reshape(1)
+            total = codes.sum(1, dtype=torch.int64) * zero
+            tensors["input_zero_point"] = zero
+            tensors["correction"] = -(total.to(torch.float64) * scale * input_scale).to(torch.float32)
+        return tensors
+
+
+class Int4Linear(AscendLinear):
+    """int4 by int4: weights with one scale per row, activations with one per token."""
+
+    name: ClassVar[str] = "quant_matmul_int4"
+    product: ClassVar[str] = "int4_dynamic"
+
+    def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
+        return {"codes": layouts.nibble_words(weight), "scale": layouts.row_scale(weight)}
+
+
+class Fp8Linear(AscendLinear):
+    """fp8 weights with one scale per row, fp8 activations with one per token."""
+
+    name: ClassVar[str] = "quant_matmul_fp8"
+    product: ClassVar[str] = "fp8_dynamic"
+
+    def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
+        return {"codes": layouts.fp8_bytes(weight, spec), "scale": layouts.row_scale(weight)}
+
+
+class Mxfp8Linear(AscendLinear):
+    """MXFP8 weights and activations."""
+
+    name: ClassVar[str] = "quant_matmul_mxfp8"
+    product: ClassVar[str] = "mxfp8"
+
+    def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
+        return {"codes": layouts.fp8_bytes(weight, spec), "scale": layouts.paired_scale(weight)}
+
+
+class Mxfp4Linear(AscendLinear):
+    """MXFP4 weights and activations."""
+
+    name: ClassVar[str] = "quant_matmul_mxfp4"
+    product: ClassVar[str] = "mxfp4"
+
+    def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
+        return {"codes": weight.tensors["codes"].contiguous(), "scale": layouts.paired_scale(weight)}
+
+
+class Mxfp4A8Linear(Mxfp4Linear):
+    """MXFP4 weights, MXFP8 activations."""
+
+    name: ClassVar[str] = "quant_matmul_mxfp4_a8"
+    product: ClassVar[str] = "mxfp4_a8"
+
+
+class DualLevelLinear(AscendLinear):
+    """MXFP4 under a second scale per 512 columns, weights and activations."""
+
+    name: ClassVar[str] = "dual_level_quant_matmul"
+    product: ClassVar[str] = "mxfp4_dual"
+    roles: ClassVar[tuple[str, ...]] = ("codes", "scale", "scale2", "pre_scale")
+
+    def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
+        return {
+            "codes": layouts.in_nz(weight.tensors["codes"].contiguous().view(torch.int8)),
+            "scale": layouts.paired_scale(weight),
+            "scale2": weight.tensors["scale2"].to(torch.float32).t().contiguous(),
+        }
+
+
+class WeightOnlyLinear(AscendLinear):
+    """Integer weights with scales per row or group, activations of 16 bits.
+
+    The operator takes scales and offsets in the input's dtype, and rounds to it what it multiplies them to.
+    """
+
+    product: ClassVar[str] = "weight_only"
+    roles: ClassVar[tuple[str, ...]] = ("codes", "scale", "zero_point", "pre_scale")
+
+    def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
+        return layouts.weight_only(weight, spec)
+
+
+class WeightOnlyInt8Linear(WeightOnlyLinear):
+    name: ClassVar[str] = "weight_quant_batchmatmul_int8"
+
+
+class WeightOnlyInt4Linear(WeightOnlyLinear):
+    name: ClassVar[str] = "weight_quant_batchmatmul_int4"

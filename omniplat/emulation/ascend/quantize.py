@@ -1,0 +1,159 @@
+"""Quantizers with float scales, and what packs integers of 4 bits.
+
+The division differs by generation: a5 divides by the scale, a2 and a3 multiply by 127 / amax and give back its inverse.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from omniplat.emulation.ascend.dtypes import FP4, INT4, element
+from omniplat.emulation.ascend.mx import fp4_codes, fp4_values, pack_fp4
+from omniplat.emulation.core import Emulation
+
+#: Bits of a scale that the fixed-point dequantization unit keeps: the lowest 13 of an f32 are dropped.
+SCALE_MASK = 0xFFFFE000 - (1 << 32)
+_HALF = (torch.float16, torch.bfloat16)
+_TOP: dict[torch.dtype | str, float] = {
+    torch.int8: 127.0,
+    INT4: 7.0,
+    torch.float8_e4m3fn: 448.0,
+    torch.float8_e5m2: 57344.0,
+}
+
+
+def pack_int4(values: torch.Tensor) -> torch.Tensor:
+    """int32 [..., K/8] of integers from -8 to 7, the first one in the lowest nibble."""
+    nibbles = (values.to(torch.int64) & 0xF).unflatten(-1, (-1, 8))
+    word = (nibbles << (4 * torch.arange(8))).sum(-1)
+    return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
+
+
+def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
+    """int8 [..., K] of words [..., K/8]."""
+    nibbles = (packed.to(torch.int64).unsqueeze(-1) >> (4 * torch.arange(8))) & 0xF
+    return torch.where(nibbles >= 8, nibbles - 16, nibbles).to(torch.int8).flatten(-2)
+
+
+def dynamic_quant(
+    emulation: Emulation,
+    input: torch.Tensor,
+    *,
+    smooth_scales: torch.Tensor | None = None,
+    group_index: torch.Tensor | None = None,
+    dst_type: int | None = None,
+    quant_mode: str = "pertoken",
+    dst_type_max: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """npu_dynamic_quant with one scale per token: codes [..., K] (int4: int32 [..., K/8]) and f32 [...].
+
+    A row of zeros has the scale 0 here; what the device gives for one is not documented.
+    """
+    op = "npu_dynamic_quant"
+    fmt = element(emulation, op, dst_type, torch.int8)
+    emulation.require(op, input.dtype in _HALF, f"the input cannot be {input.dtype}")
+    emulation.require(op, fmt in _TOP, f"dst_type {dst_type} is not possible")
+    emulation.require(op, fmt in (torch.int8, INT4) or emulation.arch == "a5", "fp8 is for a5")
+    emulation.require(op, fmt != INT4 or input.shape[-1] % 8 == 0, "the last axis has to be a multiple of 8")
+    if group_index is not None or quant_mode != "pertoken" or dst_type_max:
+        raise NotImplementedError(f"{op}: group_index, other modes than pertoken and dst_type_max are not emulated")
+    values = input.to(torch.float32)
+    if smooth_scales is not None:
+        fits = smooth_scales.dtype == input.dtype and tuple(smooth_scales.shape) == (input.shape[-1],)
+        emulation.require(op, fits, "smooth_scales needs the input's dtype and one number per column")
+        values = values * smooth_scales.to(torch.float32)
+    top = torch.tensor(_TOP[fmt])
+    amax = values.abs().amax(-1, keepdim=True)
+    is_zero = amax == 0
+    safe = torch.where(is_zero, 1.0, amax)
+    if emulation.arch == "a5":
+        scale = safe * (torch.tensor(1.0) / top)
+        scaled = values / scale
+    else:
+        factor = top / safe
+        scaled = values * factor
+        scale = torch.tensor(1.0) / factor
+    scale = torch.where(is_zero, 0.0, scale).squeeze(-1)
+    if isinstance(fmt, torch.dtype) and fmt != torch.int8:
+        return scaled.clamp(-float(top), float(top)).to(fmt), scale
+    codes = torch.round(scaled).clamp(-128 if fmt == torch.int8 else -8, float(top)).to(torch.int8)
+    return (codes if fmt == torch.int8 else pack_int4(codes)), scale
+
+
+def quantize(
+    emulation: Emulation,
+    input: torch.Tensor,
+    scales: torch.Tensor,
+    zero_points: torch.Tensor | None,
+    dtype: int,
+    axis: int = 1,
+    div_mode: bool = True,
+) -> torch.Tensor:
+    """npu_quantize to int8: round(x / scale + zero point), or times the scale where `div_mode` is False."""
+    op = "npu_quantize"
+    require = emulation.require
+    if element(emulation, op, dtype, torch.int8) != torch.int8:
+        raise NotImplementedError(f"{op}: only int8 outputs are emulated")
+    require(op, input.dtype in (*_HALF, torch.float32), f"the input cannot be {input.dtype}")
+    require(op, scales.dim() == 1, f"scales is {scales.dim()}-dimensional")
+    require(op, scales.numel() in (1, input.shape[axis]), f"{scales.numel()} scales do not fit axis {axis}")
+    kinds = (torch.float32, torch.bfloat16) if div_mode else (input.dtype,)
+    require(op, scales.dtype in kinds, f"scales is {scales.dtype}, needed one of {kinds}")
+    if zero_points is not None:
+        offsets = (torch.int8, torch.uint8, torch.int32, torch.bfloat16) if div_mode else (input.dtype,)
+        require(op, zero_points.dtype in offsets, f"zero_points is {zero_points.dtype}, needed one of {offsets}")
+        require(op, zero_points.shape == scales.shape, "zero_points has another shape than scales")
+    shape = [1] * input.dim()
+    shape[axis] = -1
+    values, scale = input.to(torch.float32), scales.to(torch.float32).reshape(shape)
+    scaled = values / scale if div_mode else values * scale
+    if zero_points is not None:
+        scaled = scaled + zero_points.to(torch.float32).reshape(shape)
+    return torch.round(scaled).clamp(-128, 127).to(torch.int8)
+
+
+def trans_quant_param(
+    emulation: Emulation, scale: torch.Tensor, offset: torch.Tensor | None = None, round_mode: int | None = 0
+) -> torch.Tensor:
+    """npu_trans_quant_param: f32 scales as int64 for the dequantization unit, 19 bits of each."""
+    op = "npu_trans_quant_param"
+    emulation.require(op, scale.dtype == torch.float32, f"scale is {scale.dtype}")
+    if round_mode:
+        raise NotImplementedError(f"{op}: round_mode {round_mode} is not emulated")
+    kept = (scale.contiguous().view(torch.int32) & SCALE_MASK).to(torch.int64) & 0xFFFFFFFF
+    found = kept | (1 << 46)
+    if offset is not None:
+        found = found | ((torch.round(offset).clamp(-256, 255).to(torch.int64) & 0x1FF) << 37)
+    return found
+
+
+def convert_weight_to_int4pack(emulation: Emulation, weight: torch.Tensor, inner_k_tiles: int = 0) -> torch.Tensor:
+    """npu_convert_weight_to_int4pack: int32 values from -8 to 7, eight to a word; on a5 f32 values of fp4 as well."""
+    op = "npu_convert_weight_to_int4pack"
+    dims = (2, 3) if emulation.arch == "a5" else (2,)
+    emulation.require(op, weight.dim() in dims, f"the weight is {weight.dim()}-dimensional")
+    emulation.require(op, weight.is_contiguous(), "the weight has to be contiguous")
+    emulation.require(op, weight.shape[-1] % 8 == 0, "the last axis has to be a multiple of 8")
+    if weight.dtype == torch.float32:
+        emulation.require(op, emulation.arch == "a5", "float32 values are for a5")
+        codes = fp4_codes(weight, "rint")
+        emulation.require(op, torch.equal(fp4_values(pack_fp4(codes)), weight), "a value is none of fp4's")
+        return pack_int4(codes).view(torch.float32)
+    emulation.require(op, weight.dtype == torch.int32, f"the weight is {weight.dtype}")
+    low, high = (int(v) for v in torch.aminmax(weight)) if weight.numel() else (0, 0)
+    emulation.require(op, low >= -8 and high <= 7, f"values from {low} to {high} are no int4")
+    return pack_int4(weight)
+
+
+def dtype_cast(emulation: Emulation, input: torch.Tensor, dtype: int, input_dtype: int | None = None) -> torch.Tensor:
+    """npu_dtype_cast; to fp4 the result is packed, uint8 with half the last axis."""
+    op = "npu_dtype_cast"
+    fmt = element(emulation, op, dtype, torch.int8)
+    if input_dtype is not None:
+        raise NotImplementedError(f"{op}: input_dtype is not emulated")
+    if fmt == FP4:
+        emulation.require(op, emulation.arch == "a5", "fp4 is for a5")
+        return pack_fp4(fp4_codes(input.to(torch.float32), "rint"))
+    emulation.require(op, isinstance(fmt, torch.dtype), f"dtype {dtype} is not possible")
+    assert isinstance(fmt, torch.dtype)
+    return input.to(fmt)
