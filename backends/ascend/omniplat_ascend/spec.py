@@ -114,6 +114,7 @@ _INT8 = (
         priority=10,
         via="int8-g32",
         resident=2.0,
+        impl=f"{_LINEAR}:WeightOnlyMxfp4Linear",
     ),
     Capability(
         "grouped_matmul_int8",

@@ -1,6 +1,9 @@
 """Ascend NPUs: torch_npu's operators."""
 
-from omniplat.emulation.ascend.layout import format_cast
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from omniplat.emulation.ascend.layout import format_cast, get_npu_format
 from omniplat.emulation.ascend.matmul import dual_level_quant_matmul, quant_matmul, weight_quant_batchmatmul
 from omniplat.emulation.ascend.mx import dynamic_dual_level_mx_quant, dynamic_mx_quant
 from omniplat.emulation.ascend.quantize import (
@@ -13,7 +16,8 @@ from omniplat.emulation.ascend.quantize import (
 from omniplat.emulation.ascend.schemas import SCHEMAS
 from omniplat.emulation.core import Vendor
 
-OPERATORS = {
+OPERATORS: Mapping[str, Callable[..., Any]] = {
+    "npu::get_npu_format": get_npu_format,
     "npu::npu_format_cast": format_cast,
     "npu::npu_dtype_cast": dtype_cast,
     "npu::npu_convert_weight_to_int4pack": convert_weight_to_int4pack,

@@ -51,16 +51,25 @@ def format_cast(
     return result
 
 
-def is_transposed(tensor: torch.Tensor) -> bool:
-    """What the operators call transposed: the last two axes of contiguous memory, swapped."""
-    return tensor.dim() >= 2 and not tensor.is_contiguous() and tensor.transpose(-2, -1).is_contiguous()
+def get_npu_format(emulation: Emulation, input: torch.Tensor) -> int:
+    return npu_format(input)
+
+
+def is_transposed(tensor: torch.Tensor, trailing: int = 1) -> bool:
+    """What the operators call transposed: the last two axes (before `trailing` elements each), swapped in memory.
+
+    They look at strides, so that a single row or column can be either (op-plugin's `is_transpose_last_two_dims`).
+    """
+    first, second = (-2, -1) if trailing == 1 else (-3, -2)
+    single = tensor.shape[first] == 1 and tensor.shape[second] == 1
+    swapped = tensor.stride(first) == trailing and tensor.stride(second) == trailing * tensor.shape[first]
+    return swapped and not single
 
 
 def require_matrix(emulation: Emulation, op: str, name: str, tensor: torch.Tensor) -> None:
     """A matrix (or a stack) that is contiguous or a transposed view, with axes of legal length."""
     emulation.require(op, tensor.dim() >= 2, f"{name} is {tensor.dim()}-dimensional")
-    emulation.require(
-        op, tensor.is_contiguous() or is_transposed(tensor), f"{name} is neither contiguous nor a transposed view"
-    )
+    lies = tensor.is_contiguous() or tensor.transpose(-2, -1).is_contiguous()
+    emulation.require(op, lies, f"{name} is neither contiguous nor a transposed view")
     longest = max(tensor.shape[-2:])
     emulation.require(op, longest <= LONGEST_AXIS, f"{name} has an axis of {longest}; at most {LONGEST_AXIS}")

@@ -96,7 +96,7 @@ def _integer_matmul(
         scales = (torch.float32, torch.bfloat16) if out == torch.bfloat16 and not is_int4 else (torch.float32,)
         require(op, scale.dtype in scales, f"scale is {scale.dtype} for {out}, needed one of {scales}")
         require(op, out != torch.int32, "an int32 output takes no pertoken_scale")
-        biases = () if is_int4 else (torch.int32, torch.float32, out)
+        biases: tuple[torch.dtype, ...] = () if is_int4 else (torch.int32, torch.float32, out)
     elif out == torch.bfloat16:
         require(op, scale.dtype in (torch.float32, torch.bfloat16) and not is_int4, f"scale is {scale.dtype} for {out}")
         biases = (torch.int32, torch.float32, torch.bfloat16)
@@ -210,9 +210,7 @@ def _mx_matmul(
     require(op, groups in legal, f"group_sizes is {groups}, needed {legal[-1]}")
     require(op, left == right or weight_only, f"x1 is {left}, x2 {right}")
     transposed = is_transposed(x2)
-    swapped = not scale.is_contiguous() and scale.transpose(0, 1).is_contiguous()
-    ambiguous = 1 in scale.shape[:2]
-    require(op, ambiguous or transposed == swapped, "x2 and its scale are transposed differently")
+    require(op, transposed == is_transposed(scale, 2), "x2 and its scale are transposed differently")
     require(op, not weight_only or transposed, "an fp4 weight for fp8 inputs has to be transposed")
     weight = codes_of(emulation, op, "x2", x2.t() if transposed or right != FP4 else x2, right)
     if right == FP4 and not transposed:
@@ -230,9 +228,9 @@ def _mx_matmul(
     y = mx_operand(x, token) @ mx_operand(weight, scale.transpose(0, 1)).t()
     if bias is not None:
         needed = out if weight_only else torch.float32
-        shape = (1, weight.shape[0]) if weight_only else (weight.shape[0],)
-        fits = bias.dtype == needed and tuple(bias.shape) == shape
-        require(op, fits, f"bias is {bias.dtype} {list(bias.shape)}, needed {needed} {list(shape)}")
+        size = [1, weight.shape[0]] if weight_only else [weight.shape[0]]
+        fits = bias.dtype == needed and list(bias.shape) == size
+        require(op, fits, f"bias is {bias.dtype} {list(bias.shape)}, needed {needed} {size}")
         y = y + bias.to(torch.float32)
     return y.to(out)
 
@@ -314,13 +312,12 @@ def weight_quant_batchmatmul(
     require(op, x.shape[1] == depth, f"K is {x.shape[1]} in x and {depth} in weight")
     require(op, antiquant_scale.dtype == x.dtype, f"antiquant_scale is {antiquant_scale.dtype}, x {x.dtype}")
     size = antiquant_group_size
+    shapes = [[1], [1, 1], [columns], [1, columns]]
     if size:
         require(op, size % 32 == 0 and 32 <= size <= depth - 1, f"groups of {size} for K {depth}")
-        shapes = [(-(-depth // size), columns)]
-    else:
-        shapes = [(1,), (1, 1), (columns,), (1, columns)]
-    shape = tuple(antiquant_scale.shape)
-    require(op, shape in shapes, f"antiquant_scale is {list(shape)}, needed one of {shapes}")
+        shapes = [[-(-depth // size), columns]]
+    shape = list(antiquant_scale.shape)
+    require(op, shape in shapes, f"antiquant_scale is {shape}, needed one of {shapes}")
     values = codes.to(torch.float32)
     step = size or depth
     if antiquant_offset is not None:

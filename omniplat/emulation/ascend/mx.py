@@ -47,6 +47,11 @@ def from_bits(bits: int) -> torch.Tensor:
     return torch.tensor(bits, dtype=torch.int32).view(torch.float32)
 
 
+def split_last(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """[..., K] as [..., K / size, size]."""
+    return tensor.reshape(*tensor.shape[:-1], tensor.shape[-1] // size, size)
+
+
 def e8m0_values(scale: torch.Tensor) -> torch.Tensor:
     """f32 values of e8m0 bytes: 2^(b - 127), NaN for 255."""
     bits = scale.view(torch.uint8).to(torch.int32)
@@ -119,10 +124,10 @@ def mx_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [..., K] (fp4: packed) and scales uint8 [..., ceil(K / block / 2), 2], padded by a byte 0, of f32 `x`."""
     columns = x.shape[-1]
-    tiles = F.pad(x, (0, -columns % block)).unflatten(-1, (-1, block))
+    tiles = split_last(F.pad(x, (0, -columns % block)), block)
     scale = scale_bytes(tiles.abs().amax(-1), fmt, algorithm, dst_type_max)
     scaled = (tiles / e8m0_values(scale).unsqueeze(-1)).flatten(-2)[..., :columns]
-    padded = F.pad(scale, (0, scale.shape[-1] % 2)).unflatten(-1, (-1, 2))
+    padded = split_last(F.pad(scale, (0, scale.shape[-1] % 2)), 2)
     if fmt == FP4:
         return pack_fp4(fp4_codes(scaled, round_mode)), padded
     assert isinstance(fmt, torch.dtype)
@@ -182,7 +187,7 @@ def dynamic_dual_level_mx_quant(
         emulation.require(op, fits, "smooth_scale needs the input's dtype and one number per column")
         emulation.record(op, "smooth-scale", "op-plugin's documentation says that it is not supported yet")
         input = input * smooth_scale
-    tiles = F.pad(input.to(torch.float32), (0, -columns % _DUAL_BLOCK)).unflatten(-1, (-1, _DUAL_BLOCK))
+    tiles = split_last(F.pad(input.to(torch.float32), (0, -columns % _DUAL_BLOCK)), _DUAL_BLOCK)
     finite = torch.where(torch.isfinite(tiles), tiles.abs(), 0.0)
     level0 = finite.amax(-1) * from_bits(_SIXTH_BITS)
     level0 = torch.where(level0 < 2.0**-126, 0.0, level0)

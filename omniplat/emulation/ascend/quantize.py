@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from omniplat.emulation.ascend.dtypes import FP4, INT4, element
-from omniplat.emulation.ascend.mx import fp4_codes, fp4_values, pack_fp4
+from omniplat.emulation.ascend.mx import fp4_codes, fp4_values, pack_fp4, split_last
 from omniplat.emulation.core import Emulation
 
 #: Bits of a scale that the fixed-point dequantization unit keeps: the lowest 13 of an f32 are dropped.
@@ -24,7 +24,7 @@ _TOP: dict[torch.dtype | str, float] = {
 
 def pack_int4(values: torch.Tensor) -> torch.Tensor:
     """int32 [..., K/8] of integers from -8 to 7, the first one in the lowest nibble."""
-    nibbles = (values.to(torch.int64) & 0xF).unflatten(-1, (-1, 8))
+    nibbles = split_last(values.to(torch.int64) & 0xF, 8)
     word = (nibbles << (4 * torch.arange(8))).sum(-1)
     return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
 

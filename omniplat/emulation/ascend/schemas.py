@@ -16,6 +16,9 @@ def _npu(text: str, *, versions: str = "", archs: tuple[str, ...] = ("a2", "a3",
 
 SCHEMAS: tuple[OpSchema, ...] = (
     _npu(
+        "get_npu_format(Tensor input) -> int",
+    ),
+    _npu(
         "npu_format_cast(Tensor input, int acl_format, *, int? customize_dtype=None, int? input_dtype=None) -> Tensor",
     ),
     _npu(

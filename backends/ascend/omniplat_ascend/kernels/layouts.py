@@ -40,7 +40,8 @@ def fp8_bytes(weight: WeightTensors, spec: LayerSpec) -> torch.Tensor:
 
 def paired_scale(weight: WeightTensors) -> torch.Tensor:
     """uint8 [..., N, K/64, 2] of e8m0 scales [..., N, K/32]; K is a multiple of 64."""
-    return weight.tensors["scale"].contiguous().view(torch.uint8).unflatten(-1, (-1, 2))
+    scale = weight.tensors["scale"].contiguous().view(torch.uint8)
+    return scale.view(*scale.shape[:-1], -1, 2)
 
 
 def in_nz(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,7 +54,9 @@ def weight_only(weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tenso
     """`codes` int8 [..., N, K] or int32 [..., N, K/8], `scale` and maybe `offset` [..., G, N] in the layer's dtype.
 
     Codes without a sign are stored minus half their range: w = (code - zero) * scale = (stored + offset) * scale.
-    Raises UnsupportedCombinationError for zero points that are no integers.
+    The operator takes scales of 16 bits only. Of one scale per row (G = 1) it gets the power of two below, which makes
+    its weight exact, and the rest is a `factor` f32 [..., N] for the output; scales of groups are rounded. Raises
+    UnsupportedCombinationError for zero points that are no integers.
     """
     quant = weight.scheme.weight
     dtype = DTYPES[spec.dtype]
@@ -64,8 +67,11 @@ def weight_only(weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tenso
         codes = codes.view(torch.uint8) ^ (0x88 if quant.bits == 4 else 0x80)
     tensors = {
         "codes": codes.view(torch.int32 if quant.bits == 4 else torch.int8),
-        "scale": weight.tensors["scale"].to(dtype).transpose(-2, -1).contiguous(),
     }
+    scale = weight.tensors["scale"].to(torch.float32)
+    if scale.shape[-1] == 1:
+        scale, tensors["factor"] = _power_below(scale, dtype)
+    tensors["scale"] = scale.to(dtype).transpose(-2, -1).contiguous()
     zero = weight.tensors.get("zero_point")
     if zero is not None or half:
         offset = torch.full_like(weight.tensors["scale"], half, dtype=torch.float32)
@@ -76,3 +82,28 @@ def weight_only(weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tenso
             offset = offset - zero.to(torch.float32)
         tensors["offset"] = offset.to(dtype).transpose(-2, -1).contiguous()
     return tensors
+
+
+def _power_below(scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Powers of two f32 [..., N, 1] near `scale`, by which 8-bit codes stay numbers of `dtype`; the rest [..., N]."""
+    lowest, highest = (-14, 7) if dtype == torch.float16 else (-120, 119)
+    exponent = (torch.frexp(scale)[1] - 1).clamp(lowest, highest)
+    power = torch.ldexp(torch.ones_like(scale), exponent)
+    return power, (scale / power).squeeze(-1).contiguous()
+
+
+#: Twice the values of e2m1 codes.
+_DOUBLED_FP4 = (0, 1, 2, 3, 4, 6, 8, 12)
+
+
+def mxfp4_as_int8(weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
+    """MXFP4 as int8 under the same group scales, halved: exact. `codes` int8 [N, K], `scale` [K/32, N] in bf16."""
+    stored = weight.tensors["codes"]
+    table = torch.tensor((*_DOUBLED_FP4, *(-value for value in _DOUBLED_FP4)), dtype=torch.int8, device=stored.device)
+    scale = weight.tensors["scale"].view(torch.uint8)
+    if bool((scale == 255).any()):
+        raise InvalidCheckpointError("a scale is NaN", key=spec.name)
+    codes = torch.empty((*stored.shape[:-1], weight.in_features), dtype=torch.int8, device=stored.device)
+    codes[..., 0::2], codes[..., 1::2] = table[(stored & 15).to(torch.int64)], table[(stored >> 4).to(torch.int64)]
+    halved = torch.ldexp(torch.ones(scale.shape, device=scale.device), scale.to(torch.int32) - 128)
+    return {"codes": codes, "scale": halved.to(torch.bfloat16).transpose(-2, -1).contiguous()}

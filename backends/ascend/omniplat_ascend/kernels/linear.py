@@ -187,3 +187,13 @@ class WeightOnlyInt8Linear(WeightOnlyLinear):
 
 class WeightOnlyInt4Linear(WeightOnlyLinear):
     name: ClassVar[str] = "weight_quant_batchmatmul_int4"
+
+
+class WeightOnlyMxfp4Linear(WeightOnlyLinear):
+    """MXFP4 weights as int8 in groups of 32, for devices without MX units. Exact, and twice the stored size."""
+
+    name: ClassVar[str] = "weight_quant_batchmatmul_mxfp4"
+    roles: ClassVar[tuple[str, ...]] = ("codes", "scale", "pre_scale")
+
+    def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
+        return layouts.mxfp4_as_int8(weight, spec)

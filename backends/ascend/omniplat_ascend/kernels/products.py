@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from omniplat_ascend.kernels.numbers import FLOAT4_E2M1, FLOAT8_E4M3, FLOAT8_E8M0, QINT8, QUINT4X2
+from omniplat_ascend.kernels.numbers import FLOAT4_E2M1, FLOAT8_E4M3, FLOAT8_E8M0, FRACTAL_NZ, QINT8, QUINT4X2
 
 Tensors = Mapping[str, torch.Tensor]
 Product = Callable[[torch.Tensor, Tensors, torch.Tensor | None, str, torch.dtype], torch.Tensor]
@@ -169,13 +169,17 @@ def mxfp4_dual(
 ) -> torch.Tensor:
     """fp4 by fp4 under scales of 512 and of 32 columns.
 
-    `codes` int8 [N, K/2] in the NZ format, `scale` uint8 [N, K/64, 2], `scale2` f32 [ceil(K/512), N].
+    `codes` int8 [N, K/2] in the NZ format, `scale` uint8 [N, K/64, 2], `scale2` f32 [ceil(K/512), N]. A weight that
+    has lost the format, on the way through another device or a state dict, is cast anew in every call.
     """
     codes, level0, level1 = torch.ops.npu.npu_dynamic_dual_level_mx_quant(
         _smoothed(x, tensors).to(x.dtype), round_mode=rounding
     )
+    weight = tensors["codes"]
+    if torch.ops.npu.get_npu_format(weight) != FRACTAL_NZ:
+        weight = torch.ops.npu.npu_format_cast(weight, FRACTAL_NZ, customize_dtype=torch.int8)
     y: torch.Tensor = torch.ops.npu.npu_dual_level_quant_matmul(
-        codes, tensors["codes"], level0, tensors["scale2"], level1, tensors["scale"], bias=_f32(bias),
+        codes, weight, level0, tensors["scale2"], level1, tensors["scale"], bias=_f32(bias),
         output_dtype=out_dtype,
     )  # fmt: skip
     return y
@@ -186,18 +190,25 @@ def weight_only(
 ) -> torch.Tensor:
     """Integers of 8 or 4 bits by an input of 16.
 
-    `codes` int8 [N, K], or int32 [N, K/8]; `scale` and `offset` [G, N] in the input's dtype, G of 1 for whole rows.
+    `codes` int8 [N, K], or int32 [N, K/8]; `scale` and `offset` [G, N] in the input's dtype, G of 1 for whole rows,
+    which have a `factor` f32 [N] for the output as well.
     """
-    scale = tensors["scale"]
+    scale, factor = tensors["scale"], tensors.get("factor")
     groups = scale.shape[0]
+    inside = None
+    if bias is not None and factor is None:
+        inside = bias.to(torch.float16 if x.dtype == torch.float16 else torch.float32)
     y: torch.Tensor = torch.ops.npu.npu_weight_quant_batchmatmul(
         _smoothed(x, tensors).to(x.dtype),
         tensors["codes"].t(),
         scale,
         tensors.get("offset"),
-        bias=None if bias is None else bias.to(torch.float16 if x.dtype == torch.float16 else torch.float32),
+        bias=inside,
         antiquant_group_size=x.shape[1] // groups if groups > 1 else 0,
     )
+    if factor is not None:
+        y = y * factor
+        y = y if bias is None else y + bias
     return y.to(out_dtype)
 
 
