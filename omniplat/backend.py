@@ -21,6 +21,19 @@ class NotSupported:
 
 
 @dataclass(frozen=True, slots=True)
+class Quirk:
+    """What a vendor's library does otherwise than one would expect, and this backend works around.
+
+    `kernels` are patterns (fnmatch) of the names of the capabilities that it concerns; a plan that uses one says
+    `text`. `source` is a link to where the library shows it.
+    """
+
+    kernels: tuple[str, ...]
+    text: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class BackendSpec:
     """Declared data of one backend. Loading it imports neither torch nor a vendor library.
 
@@ -38,7 +51,7 @@ class BackendSpec:
     probe: str = ""
     install: str = ""
     distributions: tuple[str, ...] = ()
-    quirks: tuple[str, ...] = ()
+    quirks: tuple[Quirk, ...] = ()
     not_supported: tuple[NotSupported, ...] = ()
 
 

@@ -71,6 +71,8 @@ class Capability:
     `weights`      patterns (fnmatch) of weight ids: "mxfp4", "int4-g*".
     `activations`  patterns of the *declared* activation ids that it executes exactly, as declared.
     `executes`     "" when it executes what is declared; else the one activation id that it always executes.
+    `scale_rule`   how the kernel derives scales of inputs where that is its own to choose ("ceil"); "" where it follows
+                   the declared rule.
     `archs`        architectures of the device kind, as names; empty means every one.
     `dtypes`       input dtypes.
     `requires`     distributions, as requirement strings ("humming-kernels>=0.1.20").
@@ -87,6 +89,7 @@ class Capability:
     weights: tuple[str, ...]
     activations: tuple[str, ...]
     executes: str = ""
+    scale_rule: str = ""
     archs: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("bf16", "f16", "f32")
     shapes: tuple[ShapeRule, ...] = ()

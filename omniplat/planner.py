@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 from omniplat._version import __version__
 from omniplat.backend import BackendSpec
-from omniplat.capability import Accepted, Capability, Rejected, compare_activation
+from omniplat.capability import Accepted, Capability, Rejected, compare_activation, matches
 from omniplat.checkpoint.folder import Checkpoint, Component
 from omniplat.checkpoint.reader import ShardReader
 from omniplat.device import Device
@@ -308,6 +308,7 @@ class _ComponentPlanner:
         decision = outcome.chosen.decision
         assert isinstance(decision, Accepted)
         self._note_activation(spec, decision.executes, modules)
+        self._note_quirks(outcome.chosen.capability, modules)
         return _Answer(
             status,
             outcome.chosen.capability,
@@ -419,6 +420,12 @@ class _ComponentPlanner:
         code = _ACTIVATION_NOTES.get(compare_activation(declared, executed), "")
         if code:
             self._notes[code, f"declared {spec.scheme.id}, executes {executes}"] += [m.name for m in modules]
+
+    def _note_quirks(self, capability: Capability, modules: Sequence[ResolvedModule]) -> None:
+        for quirk in self._target.spec.quirks:
+            if matches(quirk.kernels, capability.name):
+                message = f"{capability.name}: {quirk.text} ({quirk.source})"
+                self._notes["known-quirk", message] += [module.name for module in modules]
 
     def findings(self) -> list[Finding]:
         component = self._packed.layers[0].spec.component if self._packed.layers else ""

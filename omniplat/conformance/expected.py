@@ -30,9 +30,12 @@ class Expected:
 
 def executed_activation(capability: Capability, scheme: Scheme) -> TensorQuant | None:
     """How the capability's kernel quantizes the input of a layer of the scheme."""
-    if not capability.executes or capability.executes == scheme.activation_id:
-        return scheme.activation
-    return parse_activation_id(capability.executes)
+    executed = scheme.activation
+    if capability.executes and capability.executes != scheme.activation_id:
+        executed = parse_activation_id(capability.executes)
+    if executed is not None and executed.dynamic and capability.scale_rule:
+        return replace(executed, scale_rule=capability.scale_rule)
+    return executed
 
 
 def reencoding_loss(weight: CanonicalWeight, capability: Capability) -> Float64 | float:

@@ -95,7 +95,10 @@ class Vendor:
 
 
 #: kind of device -> "module:attribute" of its Vendor.
-VENDORS: Mapping[str, str] = {"npu": "omniplat.emulation.ascend:VENDOR"}
+VENDORS: Mapping[str, str] = {
+    "npu": "omniplat.emulation.ascend:VENDOR",
+    "xpu": "omniplat.emulation.xpu:VENDOR",
+}
 
 
 def vendor_of(kind: str) -> Vendor:

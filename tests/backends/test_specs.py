@@ -135,6 +135,15 @@ def test_what_is_not_supported_is_matched_by_no_kernel(kind: str) -> None:
             assert not (exact and any(matches(capability.weights, name) for name in names)), entry.pattern
 
 
+@every
+def test_quirks_are_about_kernels_and_say_where_they_are_seen(kind: str) -> None:
+    names = [capability.name for capability in SPECS[kind].capabilities]
+    for quirk in SPECS[kind].quirks:
+        assert all(any(matches((pattern,), name) for name in names) for pattern in quirk.kernels), quirk.kernels
+        assert quirk.text
+        assert quirk.source.startswith("https://")
+
+
 def test_no_device_is_without_a_reason() -> None:
     """Every scheme on every architecture either runs, or each kernel of its op says why not."""
     schemes = ("fp8-channel/fp8-token", "mxfp4/mxfp4", "nvfp4/nvfp4", "int4-g128/a16", "mxfp4-dual/mxfp4-dual")

@@ -92,3 +92,25 @@ def test_nan_leaves_every_bound() -> None:
     found = excess(np.array([1.0, np.nan]), np.array([1.0, 1.0]), np.array([np.inf, np.inf]))
     assert found is not None
     assert found.index == (1,)
+
+
+@pytest.mark.parametrize("rule", ["floor", "even", "ceil"])
+def test_a_kernel_is_held_against_its_own_rule_for_scales(rule: str) -> None:
+    """MXFP8 by the other rules saturates more or less often: their errors differ by more than the window allows."""
+    scheme = Scheme.parse("mxfp8/mxfp8")
+    rng = np.random.default_rng(8)
+    weight = weights.random_weight(scheme, 32, 256, rng)
+    x = inputs.random_input(64, 256, rng, "bf16")
+    made = {
+        name: expected.linear(x, weight, Capability("k", "linear", ("mxfp8",), ("mxfp8",), scale_rule=name), "bf16")
+        for name in ("floor", "even", "ceil")
+    }
+    found = made[rule]
+    assert np.array_equal(found.y, oracle.linear(x, replace(weight, scheme=_by(scheme, rule))))
+    for other in made.keys() - {rule}:
+        assert not np.array_equal(found.y, made[other].y)
+
+
+def _by(scheme: Scheme, rule: str) -> Scheme:
+    assert scheme.activation is not None
+    return scheme.with_activation(replace(scheme.activation, scale_rule=rule))

@@ -237,3 +237,15 @@ def test_what_no_kernel_accepts_is_unsupported_with_a_reason_per_kernel(tmp_path
     assert layer.trace
     with pytest.raises(NotImplementedError, match="needs"):
         omniplat.load(tmp_path, "npu:310p")
+
+
+def test_a_quirk_of_the_chosen_kernel_is_told_with_its_source(tmp_path: Path) -> None:
+    """Of the kernels that run the plan, and of no other."""
+    config = {**MX, "bits": 8, "extra_config": {}, "act_bits": 8, "act_data_type": "mx_fp", "act_group_size": 32}
+    plan = plan_of(tmp_path, config, mxfp8(f"{A}.o_proj", 128, 128), "xpu:bmg")
+    (layer,) = plan.layers
+    quirks = [item for item in plan.findings if item.code == "known-quirk"]
+    assert layer.kernel == "fp8_gemm_mx"
+    assert [item.modules for item in quirks] == [(f"{A}.o_proj",)]
+    assert "https://github.com/vllm-project/vllm-xpu-kernels/" in quirks[0].message
+    assert quirks[0].message.startswith("fp8_gemm_mx: ")

@@ -5,10 +5,11 @@ An inner axis of a matrix may have 65535 elements at most. MX matmuls take scale
 
 from __future__ import annotations
 
-from omniplat.backend import BackendSpec, NotSupported
+from omniplat.backend import BackendSpec, NotSupported, Quirk
 from omniplat.capability import Capability, ShapeRule
 
 _TORCH_NPU = "torch-npu>=2.6"
+_OP_PLUGIN = "https://github.com/Ascend/op-plugin"
 _TORCH = "torch>=2.6"
 
 _LINEAR = "omniplat_ascend.kernels.linear"
@@ -310,10 +311,18 @@ SPEC = BackendSpec(
     install='pip install "omniplat[ascend]"',
     distributions=(_TORCH_NPU, _TORCH),
     quirks=(
-        "npu_quant_matmul keeps 19 bits of an f32 scale where no per-token scale is given and the output is not bf16",
-        "weights of dual-level and grouped matmuls lie in the NZ format and lose it on the way through the CPU",
-        "MX scales are padded to an even number of groups",
-        "no schema of the vendor's ops names 310p: nothing is declared for it",
+        Quirk(
+            ("quant_matmul_int8*",),
+            "npu_quant_matmul keeps 19 bits of an f32 scale where no scale per token is given and the output is not "
+            "bf16",
+            _OP_PLUGIN,
+        ),
+        Quirk(
+            ("dual_level_quant_matmul", "grouped_matmul_*"),
+            "weights lie in the NZ format, and lose it on the way through the CPU",
+            _OP_PLUGIN,
+        ),
+        Quirk(("*_mxfp8", "*_mxfp4*"), "MX scales are padded to an even number of groups", _OP_PLUGIN),
     ),
     not_supported=(
         NotSupported("nvfp4", "never", "no unit for groups of 16 with e4m3 scales"),

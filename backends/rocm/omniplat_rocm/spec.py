@@ -6,13 +6,15 @@ zero). Ops that take no bias, or drop it without saying so (gemm_a4w4), get it a
 
 from __future__ import annotations
 
-from omniplat.backend import BackendSpec, NotSupported
+from omniplat.backend import BackendSpec, NotSupported, Quirk
 from omniplat.capability import Capability, multiples
 
 _TORCH = "torch>=2.6"
 _AITER = "amd-aiter>=0.1.8"
 #: fused_moe takes `swiglu_limit` from here on.
 _AITER_MOE = "amd-aiter>=0.1.14"
+#: The sources that kernels and emulation were written from.
+_SOURCE = "https://github.com/ROCm/aiter/blob/e4048607a535ace3a2b51ded31b1c8c2d45c0879"
 
 _GFX942 = ("gfx942",)
 _GFX950 = ("gfx950",)
@@ -242,9 +244,16 @@ SPEC = BackendSpec(
     install='pip install "omniplat[rocm]"',
     distributions=(_TORCH, _AITER),
     quirks=(
-        "gemm_a4w4 ignores its bias argument on gfx950: it is added outside",
-        "the default scale rule of AITER's MXFP4 quantizer changed from even to ceiling in 0.1.16",
-        "gemm_a16wfp4 quantizes its activations to MXFP4 inside: it is not used for weight-only layers",
+        Quirk(
+            ("gemm_a4w4",),
+            "gemm_a4w4 takes a bias and ignores it on gfx950: it is added outside",
+            f"{_SOURCE}/aiter/ops/gemm_op_a4w4.py",
+        ),
+        Quirk(
+            ("gemm_a4w4",),
+            "the scale rule of AITER's MXFP4 quantizer became ceil in 0.1.16, and was even before",
+            "https://github.com/ROCm/aiter/commit/c654495d",
+        ),
     ),
     not_supported=(
         NotSupported("mxfp4-dual*", "never", "two levels of scales exist on Ascend only"),

@@ -1,25 +1,32 @@
 """The xpu backend, as data: the ops of vllm-xpu-kernels on Xe2, and portable Triton kernels on every architecture.
 
-Quantized experts run weight-only: the grouped GEMM ignores activation scales.
+Quantized experts run weight-only: the grouped GEMM ignores activation scales. It has one scale for an expert's whole
+FP8 weight, and gate and up have their own: such experts are not declared.
 """
 
 from __future__ import annotations
 
-from omniplat.backend import BackendSpec, NotSupported
-from omniplat.capability import Capability, multiples
+from omniplat.backend import BackendSpec, NotSupported, Quirk
+from omniplat.capability import Capability, ShapeRule, multiples
 
 _TORCH = "torch>=2.6"
-_KERNELS = "vllm-xpu-kernels>=0.1.12"
+#: The release whose operators were looked at; they take every argument by position and have no defaults.
+_KERNELS = "vllm-xpu-kernels>=0.1.16"
 
 #: Battlemage, Lunar Lake and Ponte Vecchio: what the vendor's library calls Xe2.
 _XE2 = ("bmg", "lnl", "pvc")
 _HALF = ("bf16", "f16")
+_MODULES = "omniplat_xpu.kernels"
+#: The sources that kernels and emulation were written from.
+_SOURCE = "https://github.com/vllm-project/vllm-xpu-kernels/blob/4543b580fecca68a7dd54ddaf6e444dc5f11a6a4"
 _INTEGERS = ("int[2-8]-channel", "int[2-8]-g*", "uint[2-8]-channel", "uint[2-8]-g*")
 _WEIGHT_ONLY = (*_INTEGERS, "fp8-tensor", "fp8-channel", "fp8-g*", "fp8-block*", "mxfp8", "mxfp4", "nvfp4", "nf4-b*",
                 "fp4bnb-b*")  # fmt: skip
 #: Groups of the int4 GEMM are multiples of 32; those of the grouped GEMM end at 256.
 _INT4 = ("int4-g32", "int4-g64", "int4-g128", "int4-g256")
 _INT4_LONG = ("int4-g512", "int4-g1024")
+#: What the vendor's kernel that gathers rows counts in one work-group's memory.
+_EXPERTS = ShapeRule("experts", maximum=1024)
 _UINT4 = ("uint4-g32", "uint4-g64", "uint4-g128", "uint4-g256", "uint4-g512", "uint4-g1024")
 
 
@@ -33,6 +40,7 @@ _LINEAR = (
         dtypes=_HALF,
         requires=(_KERNELS,),
         priority=40,
+        impl=f"{_MODULES}.fp8:Fp8Gemm",
     ),
     Capability(
         "fp8_gemm_block",
@@ -44,39 +52,58 @@ _LINEAR = (
         shapes=multiples(128, "out", "in"),
         requires=(_KERNELS,),
         priority=40,
+        impl=f"{_MODULES}.fp8:Fp8GemmBlock",
     ),
     Capability(
         "fp8_gemm_mx",
         "linear",
         ("mxfp8",),
         ("mxfp8",),
+        scale_rule="ceil",
         archs=_XE2,
         dtypes=_HALF,
         shapes=multiples(32, "in"),
         requires=(_KERNELS,),
         priority=40,
+        impl=f"{_MODULES}.fp8:Fp8GemmMx",
     ),
     Capability(
         "fp8_gemm_w8a16",
         "linear",
-        ("fp8-tensor", "fp8-channel", "fp8-block128x128"),
+        ("fp8-tensor", "fp8-channel"),
         ("a16",),
         executes="a16",
         archs=_XE2,
         dtypes=_HALF,
         requires=(_KERNELS,),
         priority=20,
+        impl=f"{_MODULES}.fp8:Fp8WeightOnly",
+    ),
+    Capability(
+        "fp8_gemm_w8a16_block",
+        "linear",
+        ("fp8-block128x128",),
+        ("a16",),
+        executes="a16",
+        archs=_XE2,
+        dtypes=_HALF,
+        shapes=multiples(128, "out", "in"),
+        requires=(_KERNELS,),
+        priority=20,
+        impl=f"{_MODULES}.fp8:Fp8WeightOnlyBlock",
     ),
     Capability(
         "fp4_gemm",
         "linear",
         ("mxfp4",),
         ("mxfp4",),
+        scale_rule="ceil",
         archs=_XE2,
         dtypes=_HALF,
         shapes=multiples(32, "in"),
         requires=(_KERNELS,),
         priority=40,
+        impl=f"{_MODULES}.fp8:Fp4Gemm",
     ),
     Capability(
         "int4_gemm_w4a16",
@@ -89,9 +116,11 @@ _LINEAR = (
         shapes=(*multiples(32, "in"), *multiples(8, "out")),
         requires=(_KERNELS,),
         priority=30,
+        impl=f"{_MODULES}.int4:Int4Gemm",
     ),
     Capability(
-        # Its output is f16 whatever the input is: not declared for bf16.
+        # Its output is f16 whatever the input is: not declared for bf16. Sums are exact in int32, but scales are f16
+        # too, and what they lose of a checkpoint's own is accounted for as accumulation in f16.
         "int4_gemm_w4a8",
         "linear",
         (*_INT4, *_INT4_LONG),
@@ -100,8 +129,9 @@ _LINEAR = (
         dtypes=("f16",),
         shapes=(*multiples(32, "in"), *multiples(8, "out")),
         requires=(_KERNELS,),
-        accumulator="int32",
+        accumulator="f16",
         priority=40,
+        impl=f"{_MODULES}.int4:Int4Int8Gemm",
     ),
     Capability(
         "portable_linear",
@@ -124,9 +154,10 @@ _MOE = (
         executes="a16",
         archs=_XE2,
         dtypes=_HALF,
-        shapes=(*multiples(32, "in", "intermediate"), *multiples(8, "out")),
+        shapes=(*multiples(32, "in", "intermediate"), _EXPERTS),
         requires=(_KERNELS,),
         priority=30,
+        impl=f"{_MODULES}.experts:GroupedGemm",
     ),
     Capability(
         "grouped_gemm_fp8_block",
@@ -136,9 +167,10 @@ _MOE = (
         executes="a16",
         archs=_XE2,
         dtypes=_HALF,
-        shapes=multiples(128, "out", "in", "intermediate"),
+        shapes=(*multiples(128, "in", "intermediate"), _EXPERTS),
         requires=(_KERNELS,),
         priority=30,
+        impl=f"{_MODULES}.experts:GroupedGemmBlock",
     ),
     Capability(
         "portable_moe",
@@ -161,9 +193,39 @@ SPEC = BackendSpec(
     install='pip install "omniplat[xpu]"',
     distributions=(_TORCH, _KERNELS),
     quirks=(
-        "fp8_gemm takes 3-D activations for per-token ones: they are flattened first",
-        "the grouped GEMM reads e8m0 byte 0 as 0 and byte 255 as infinity",
-        "the grouped GEMM has one scale for an expert's whole FP8 weight: gate and up with their own are refused",
+        Quirk(
+            ("fp8_gemm_block", "fp8_gemm_mx"),
+            "fp8_gemm tells how scales lie by their shapes alone: inputs are flattened to two dimensions, and a weight "
+            "of one block along K gets its scales repeated per channel",
+            f"{_SOURCE}/csrc/xpu/onednn/fp8_gemm_w8a8.h",
+        ),
+        Quirk(
+            ("fp4_gemm",),
+            "the quantizer of inputs says nearest even, and takes values in the middle of two codes towards zero",
+            f"{_SOURCE}/csrc/quantization/fp4/mxfp4_quant.h",
+        ),
+        Quirk(
+            ("int4_gemm_w4a16",),
+            "scales are read in the dtype of the input, and rounded to it",
+            f"{_SOURCE}/csrc/xpu/onednn/int4_gemm_w4a16.h",
+        ),
+        Quirk(
+            ("int4_gemm_w4a8",),
+            "scales and outputs are f16, whatever the layer's dtype is",
+            f"{_SOURCE}/csrc/xpu/onednn/onednn_matmul.cpp",
+        ),
+        Quirk(
+            ("grouped_gemm",),
+            "the grouped product reads e8m0 byte 0 as 0 and byte 255 as infinity, and cannot tell its two layouts of "
+            "scales apart where K / 32 = N",
+            f"{_SOURCE}/csrc/xpu/grouped_gemm/xe_2/grouped_gemm_xe2_interface.hpp",
+        ),
+        Quirk(
+            ("grouped_gemm*",),
+            "the kernel that gathers rows by expert looks an id of -1 up before the start of the map of experts: ids "
+            "are mapped before",
+            f"{_SOURCE}/csrc/moe/remap_hidden_states.cpp",
+        ),
     ),
     not_supported=(
         NotSupported("mxfp4-dual*", "never", "two levels of scales exist on Ascend only"),

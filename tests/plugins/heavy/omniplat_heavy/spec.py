@@ -7,5 +7,5 @@ import torch
 from omniplat.backend import BackendSpec
 
 SPEC = BackendSpec(
-    name="heavy", api_version=1, kinds=("cpu",), capabilities=(), quirks=(f"made with torch {torch.__version__}",)
+    name="heavy", api_version=1, kinds=("cpu",), capabilities=(), install=f"made with torch {torch.__version__}"
 )

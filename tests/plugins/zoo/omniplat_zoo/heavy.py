@@ -8,4 +8,4 @@ import torch
 
 from omniplat_zoo.spec import CORRECT
 
-SPEC = replace(CORRECT, name="zoo-heavy", quirks=(f"made with torch {torch.__version__}",))
+SPEC = replace(CORRECT, name="zoo-heavy", install=f"made with torch {torch.__version__}")

@@ -1,0 +1,1 @@
+"""Kernel classes of the xpu backend. They import torch; `spec.py` names them as text."""
