@@ -31,10 +31,18 @@ class HqqFormat:
         rules = list(substring_rules(source, ("skip_modules", "modules_to_not_convert"), parts_of))
         if "weight_quant_params" in settings.values or "nbits" in settings.values:
             default = _declared(settings)
-            return Declaration(self.name, source.file, default, tuple(rules), default_key="quant_config")
+            return Declaration(
+                self.name, source.file, default, tuple(rules), default_key="quant_config", notes=_notes(settings)
+            )
         for name, fields in settings.objects():
             rules.append(_layer_rule(name, _declared(fields)))
         return Declaration(self.name, source.file, NOT_QUANTIZED, tuple(rules), default_key="quant_config")
+
+
+def _notes(settings: Fields) -> tuple[str, ...]:
+    """hqq ignores that scales or zero points shall be quantized, and no release of it writes such a file."""
+    ignored = [name for name in ("scale_quant_params", "zero_quant_params") if settings.has(name)]
+    return tuple(f"{settings.path(name)} has no effect: hqq writes plain scales and zero points" for name in ignored)
 
 
 def _layer_rule(name: str, declared: Declared) -> Rule:
@@ -51,17 +59,13 @@ def _declared(settings: Fields) -> Declared:
         raise params.wrong("nbits", "an integer")
     if bits not in _BITS:
         raise UnsupportedOptionError(f"{bits} bits are not known", file=params.file, key=params.path("nbits"))
-    for name in ("scale_quant_params", "zero_quant_params"):
-        if settings.has(name):
-            raise UnsupportedOptionError(
-                "quantized scales and zero points cannot be read", file=settings.file, key=settings.path(name)
-            )
     axis = params.integer("axis", 1)
-    if axis != 1:
-        raise UnsupportedOptionError(
-            f"groups of axis {axis} do not run along K", file=params.file, key=params.path("axis")
-        )
+    if axis not in (0, 1):
+        raise UnsupportedOptionError(f"there is no axis {axis}", file=params.file, key=params.path("axis"))
     element = f"uint{max(bits, 2)}"
+    if axis == 0:
+        # weights of different rows share a scale: nothing less than one for each weight says so in the order of rows
+        return Declared(Scheme(TensorQuant(element, "block", block=(1, 1), symmetric=False)))
     group = params.integer("group_size", 0)
     if group <= 0:
         return Declared(Scheme(TensorQuant(element, "channel", symmetric=False)))

@@ -29,7 +29,6 @@ _WEIGHTS = {
     "": "",
     "none": "",
 }
-_BIT_REASON = "quanto does not store the shape of weights of less than 8 bits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +79,9 @@ def _declared(fields: Fields, weights: str, activations: str) -> Declared:
         return NOT_QUANTIZED
     if element.startswith("uint"):
         quant = TensorQuant(element, "group", 128, symmetric=False)
-        return Declared(Scheme(quant), open_granularity=True, unsupported=_BIT_REASON)
-    return Declared(Scheme(TensorQuant(element, "channel"), _activation(fields, activations)), open_granularity=True)
+    else:
+        quant = TensorQuant(element, "channel")
+    return Declared(Scheme(quant, _activation(fields, activations)), open_granularity=True)
 
 
 def _activation(fields: Fields, name: str) -> TensorQuant | None:

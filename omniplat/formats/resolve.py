@@ -22,6 +22,7 @@ from omniplat.formats.matching import ModuleIndex
 from omniplat.formats.notes import Notes
 from omniplat.formats.recognise import CODE_SCALES, CODES, QUANT_LEAVES, SHAPE_LEAF, Stored, recognise, small_values
 from omniplat.formats.resolved import DecidedBy, ResolvedModule
+from omniplat.formats.stated import STATED_SHAPES, stated_shapes
 from omniplat.models.family import has_suffix
 from omniplat.models.names import is_embedding, is_norm, keeps_float
 from omniplat.scheme import UNQUANTIZED, Scheme, TensorQuant
@@ -169,23 +170,28 @@ class _Resolver:
         """A number that modules share which no header and no small metadata tensor tells apart."""
         kind = self._kinds.get(module.name)
         if kind is None:
-            look = (module.signature, small_values(module.leaves, self._component.read_small))
+            look = (module.signature, self._small_values(module))
             kind = self._kinds[module.name] = self._looks.setdefault(look, len(self._looks))
         return kind
 
     def _recognise(self, module: Module, hint: Declared | None) -> Stored | None:
         key = (self._kind(module), hint)
         if key not in self._recognised:
-            small = small_values(module.leaves, self._component.read_small)
-            self._recognised[key] = recognise(module.leaves, hint, dict(small))
+            self._recognised[key] = recognise(module.leaves, hint, dict(self._small_values(module)))
         return self._recognised[key]
+
+    def _small_values(self, module: Module) -> tuple[tuple[str, bytes], ...]:
+        """What recognition needs beyond headers: the bytes of small tensors, and shapes that are stated elsewhere."""
+        small = small_values(module.leaves, self._component.read_small)
+        shapes = stated_shapes(self._component, module)
+        return (*small, (STATED_SHAPES, shapes)) if shapes else small
 
     def _recognise_with_shape(self, module: Module, hint: Declared | None) -> Stored | None:
         """Once more with the true shape that the module states, where headers alone led to a contradiction."""
         shape = module.leaves.get(SHAPE_LEAF)
         if shape is None or shape.nbytes > MAX_METADATA_TENSOR_BYTES:
             return self._recognise(module, hint)
-        small = dict(small_values(module.leaves, self._component.read_small))
+        small = dict(self._small_values(module))
         return recognise(module.leaves, hint, small | {SHAPE_LEAF: self._component.read_small(shape)})
 
     def _declared_for(self, name: str, reading: str, declaration: Declaration) -> tuple[Declared, Rule | None]:

@@ -16,7 +16,12 @@ from dataclasses import dataclass
 #:   stream_k     uint8 [N, K*bits/8], first value in the lowest bits (Quark's MXFP6: four codes in three bytes)
 #:   nibbles_flat bytes of any shape and container, row by row, first value in the *high* nibble (bitsandbytes);
 #:                scales flat as well
-#:   hqq          [rows / p, group]: a row is a group; words hold codes of p ranges of rows, the first in the top bits
+#:   hqq          [rows / p, columns]: a row is a group, or a column is (`groups_along_rows`); words hold codes of p
+#:                ranges of rows, the first in the top bits
+#:   quanto       [rows / p, group]: a row is a group; bytes hold codes of p ranges of rows, the first in the low bits;
+#:                w = code * scale - shift, or (code - shift) * scale where the shift is an integer
+#:   tinygemm     int32 [N/8, K/(16 t), 32, t/2], as a warp loads B of a product of 16 x 8 x 16; K and N padded; scale
+#:                and zero as [G, N, 2]; w = (code - 8) * scale + zero
 #:   nibbles_k_high  as nibbles_k with the even K index in the high nibble (ComfyUI)
 #:   svdquant_rows, svdquant_tiles  SVDQuant's tensors in rows (vllm-omni), or as a warp loads them (nunchaku)
 #:   gguf         blocks of a GGUF type, [N, bytes of a row], kept as they are
@@ -24,7 +29,7 @@ from dataclasses import dataclass
 PACKINGS = (
     *("plain", "nibbles_k", "nibbles_n", "int32_k", "gptq", "awq"),
     *("int32_n", "stream_k", "nibbles_flat", "hqq", "nibbles_k_shifted"),
-    *("nibbles_k_high", "svdquant_rows", "svdquant_tiles", "gguf"),
+    *("nibbles_k_high", "svdquant_rows", "svdquant_tiles", "gguf", "quanto", "tinygemm"),
 )
 
 #: Packings of [K, N] and [G, N], or of [G, N] alone.
@@ -34,7 +39,7 @@ TRANSPOSED = ("gptq", "awq", "int32_n", "nibbles_k_shifted")
 STORED_ROLES = (
     *("weight_shape", "nested_scale", "nested_codebook", "requantization_scale"),
     *("deq_scale", "quant_bias", "scale_second", "zero_point_second", "scale_bias"),
-    *("smooth_factor", "smooth_factor_orig", "channel_scale", "tensor_scale", "marker"),
+    *("smooth_factor", "smooth_factor_orig", "channel_scale", "tensor_scale", "marker", "scale_and_zero"),
 )
 
 
@@ -50,6 +55,7 @@ class Storage:
     `nested_block`       scales that share a scale of their own, 0 where scales are plain numbers (bitsandbytes).
     `scale_offset`       added to every scale that is stored as codes.
     `bits`               bits of a stored code where the element's own do not tell (HQQ).
+    `groups_along_rows`  HQQ's axis 0: weights that lie a fixed distance apart share a scale, whatever their row.
     `scale_layout`       "rows": as the packing says; "tiles": the 128 x 4 tiles of NVIDIA's block-scaled products,
                          rows and columns padded; "columns": transposed, [G, N].
     """
@@ -63,4 +69,5 @@ class Storage:
     nested_block: int = 0
     scale_offset: float = 0.0
     bits: int = 0
+    groups_along_rows: bool = False
     scale_layout: str = "rows"

@@ -23,7 +23,7 @@ from omniplat.formats.unpack_codes import (
     unpack_columns,
     unpack_stream,
 )
-from omniplat.formats.unpack_flat import check_codebook, flat_nibbles, hqq_codes, nested_scale, shifted_zero
+from omniplat.formats.unpack_flat import check_codebook, flat_nibbles, nested_scale, shifted_zero
 from omniplat.formats.unpack_roles import standardised, with_scale_in_rows
 from omniplat.formats.unpack_svdquant import low_rank_pair, residual
 from omniplat.scheme import Scheme
@@ -130,8 +130,6 @@ def _kept_as_blocks(m: StoredModule) -> CanonicalWeight:
 def _codes(m: StoredModule) -> tuple[Array, tuple[int, ...]]:
     if m.storage.packing == "nibbles_flat":
         return flat_nibbles(m, m.get("codes")), ()
-    if m.storage.packing == "hqq":
-        return hqq_codes(m, m.get("codes")), ()
     return canonical_codes(m)
 
 
@@ -182,8 +180,6 @@ def _scale(m: StoredModule, lead: tuple[int, ...]) -> Array:
         check_finite(m, "scale", scale)
         return scale
     scale = _as_scale(m, "scale", m.get("scale"))
-    if m.storage.packing == "hqq":
-        scale = scale.reshape(m.n, m.groups)
     if quant.element == "int8_bnb":
         # the file holds the largest magnitude of each row, of which a code is a 127th
         scale = scale.astype(np.float32) / np.float32(127)
@@ -218,8 +214,6 @@ def _zero_point(m: StoredModule, lead: tuple[int, ...]) -> Array | None:
     neutral = 0
     if packing == "nibbles_k_shifted":
         return shifted_zero(m, stored, _per_group(m, m.get("scale"), lead, "scale"))
-    if packing == "hqq":
-        stored = stored.reshape(m.n, m.groups)
     if packing in ("awq", "int32_n"):
         stored = stored.reshape(1, -1) if stored.ndim == 1 else stored
         _expect(m, "zero_point", stored, (m.groups, m.n // 8), np.int32)

@@ -1,16 +1,19 @@
-"""Packings that flatten the weight: bitsandbytes' 4 bits and HQQ. Used by `unpack`.
+"""Packings that flatten the weight: bitsandbytes' 4 bits, HQQ's and quanto's. Used by `unpack`.
 
-Both keep the weight row by row in one long run of codes, so a group lies in one row exactly where the group size
-divides K. Only then is there a canonical form; recognition reports the others as `group-not-divisible`.
+They keep the weight row by row in one long run of codes, so a group lies in one row exactly where the group size
+divides K. Only then do groups run along K; recognition reports the others as `group-not-divisible`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from omniplat.canonical import Array
 from omniplat.formats.unpack_codes import StoredModule
-from omniplat.oracle.codecs import element_values, pack_nibbles
+from omniplat.oracle.codecs import element_values
 
 _PER_WORD = 10
 
@@ -54,25 +57,66 @@ def check_codebook(m: StoredModule) -> None:
         raise m.error(f"the table of codes in the file is not that of {m.quant.element}")
 
 
-def hqq_codes(m: StoredModule, packed: Array) -> Array:
-    """`W_q`: rows are groups; a byte (3 bits: an int32 word) holds one code of each of several ranges of rows, the
-    first in its highest bits. Canonical codes: [N, K], 4 bits packed."""
-    bits = m.storage.bits
-    columns = m.k // m.groups
-    rows = m.n * m.groups
-    raw = np.asarray(packed).reshape(-1, columns)
-    if bits == 8:
-        unpacked = raw
-    else:
-        per_word, top = (_PER_WORD, 27) if bits == 3 else (8 // bits, 8 - bits)
-        if raw.shape[0] != -(-rows // per_word):
-            raise m.shape_error("codes", [-(-rows // per_word), columns], packed.shape)
-        words = raw.view(np.uint32) if raw.dtype.itemsize == 4 else raw
-        mask = words.dtype.type(2**bits - 1)
-        shifts = [words.dtype.type(top - bits * i) for i in range(per_word)]
-        unpacked = np.concatenate([((words >> shift) & mask).astype(np.uint8) for shift in shifts])[:rows]
-    codes: Array = unpacked.astype(np.uint8, copy=False).reshape(m.n, m.k)
-    return pack_nibbles(codes) if m.quant.bits == 4 else codes
+def hqq(m: StoredModule) -> StoredModule:
+    """`W_q` in words of several codes, one of each of several ranges of rows, the first in the highest bits.
+
+    Along K (axis 1) the rows of `W_q` are groups. Of axis 0 the columns are: weights whose place in the flattened
+    weight is the same modulo the number of groups share a scale, which is then repeated for every weight.
+    """
+    bits, groups = m.storage.bits, m.get("scale").size
+    along_rows = m.storage.groups_along_rows
+    rows, columns = (m.n * m.k // groups, groups) if along_rows else (groups, m.n * m.k // groups)
+    packed = m.get("codes")
+    raw = _bytes_or_words(packed, bits).reshape(-1, columns)
+    per_word, top = (_PER_WORD, 27) if bits == 3 else (8 // bits, 8 - bits)
+    shifts = [top - bits * i for i in range(per_word)]
+    codes = _ranges_of_rows(m, raw, bits, shifts, rows)
+    zero = m.get("zero_point").reshape(-1)
+    scale = m.get("scale").reshape(-1)
+    if zero.size != groups:
+        raise m.shape_error("zero_point", [groups], zero.shape)
+    shape = (m.n, m.k) if along_rows else (m.n, groups // m.n)
+    if along_rows:
+        scale, zero = (np.broadcast_to(array, (rows, columns)) for array in (scale, zero))
+    return _plain(m, codes, np.reshape(scale, shape), np.reshape(zero, shape))
+
+
+def quanto(m: StoredModule) -> StoredModule:
+    """Rows of groups, packed like HQQ's with the first range in the *lowest* bits. w = code * scale - shift, so that
+    the zero point is shift / scale, rounded to float32; an integer shift is the zero point."""
+    scale, shift = m.get("scale").reshape(-1), m.get("zero_point").reshape(-1)
+    bits, groups = m.quant.bits, scale.size
+    if shift.size != groups:
+        raise m.shape_error("zero_point", [groups], shift.shape)
+    raw = np.asarray(m.get("codes")).reshape(-1, m.n * m.k // groups)
+    codes = _ranges_of_rows(m, raw, bits, [bits * i for i in range(8 // bits)], groups)
+    zero = shift
+    if shift.dtype.kind not in "iu":
+        wide = scale.astype(np.float32)
+        if ((wide == 0) & (shift != 0)).any():
+            raise m.error("scale not finite: a scale is 0 where its shift is not")
+        zero = np.divide(shift.astype(np.float32), wide, out=np.zeros_like(wide), where=wide != 0)
+    shape = (m.n, groups // m.n)
+    return _plain(m, codes, scale.reshape(shape), zero.reshape(shape))
+
+
+def _plain(m: StoredModule, codes: Array, scale: Array, zero: Array) -> StoredModule:
+    arrays = {**m.arrays, "codes": codes.reshape(m.n, m.k), "scale": scale, "zero_point": zero}
+    return replace(m, arrays=arrays, storage=replace(m.storage, packing="plain"))
+
+
+def _bytes_or_words(packed: Array, bits: int) -> Array:
+    """`W_q` without the float type that some files view it as: int32 words of 3-bit codes, else bytes."""
+    return np.ascontiguousarray(packed).reshape(-1).view(np.uint32 if bits == 3 else np.uint8)
+
+
+def _ranges_of_rows(m: StoredModule, words: Array, bits: int, shifts: Sequence[int], rows: int) -> Array:
+    """Codes uint8 [rows, columns] of words [ceil(rows / len(shifts)), columns]; range i lies `shifts[i]` bits up."""
+    if words.shape[0] != -(-rows // len(shifts)):
+        raise m.shape_error("codes", [-(-rows // len(shifts)), words.shape[1]], m.get("codes").shape)
+    mask = words.dtype.type(2**bits - 1)
+    ranges = [((words >> words.dtype.type(shift)) & mask).astype(np.uint8) for shift in shifts]
+    return np.concatenate(ranges)[:rows]
 
 
 def shifted_zero(m: StoredModule, zero: Array, scale: Array) -> Array:

@@ -20,8 +20,12 @@ import numpy as np
 
 from omniplat.canonical import Array
 from omniplat.formats.unpack_codes import StoredModule
+from omniplat.formats.unpack_flat import hqq, quanto
+from omniplat.formats.unpack_tinygemm import tinygemm
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
+#: Packings whose codes, scales and zero points are laid out together.
+_FLAT = {"hqq": hqq, "quanto": quanto, "tinygemm": tinygemm}
 #: Relative difference up to which `deq_scale` and `weight_scale` x `input_scale` count as the same: devices keep the
 #: top 19 bits of a dequantization scale.
 _SAME_SCALE = 2.0**-9
@@ -29,6 +33,9 @@ _SAME_SCALE = 2.0**-9
 
 def standardised(m: StoredModule) -> StoredModule:
     """`m` with canonical roles and known layouts only; `m` itself where it has nothing else. Raises as `m.error`."""
+    unpack = _FLAT.get(m.storage.packing)
+    if unpack is not None:
+        return unpack(m)
     m = with_scale_in_rows(m)
     arrays, storage = dict(m.arrays), m.storage
     if storage.packing.startswith("nibbles") and storage.container == "I8" and m.get("codes").dtype == np.int8:

@@ -10,7 +10,9 @@ _QUANTIZED = (
     *("fp8-tensor", "fp8-channel", "fp8-g*", "fp8-block*"),
     *("fp8e5m2-tensor", "fp8e5m2-channel", "fp8e5m2-g*", "fp8e5m2-block*"),
     *("int[2-8]-tensor", "int[2-8]-channel", "int[2-8]-g*", "int[2-8]-block*"),
-    *("uint[2-8]-tensor", "uint[2-8]-channel", "uint[2-8]-g*", "uint[2-8]-block*"),
+    # all blocks but 1x1: a scale and a zero point for each weight take more room than the weight in bf16
+    *("uint[2-8]-tensor", "uint[2-8]-channel", "uint[2-8]-g*", "uint[2-8]-block[2-9]*", "uint[2-8]-block1[0-9]*"),
+    *("uint[2-8]-block1x1?*", "uint[2-8]-block1x[2-9]*"),
     *("mxfp8", "mxfp8e5m2", "mxfp6e2m3", "mxfp6e3m2", "mxfp4", "mxfp4-dual", "mxint4", "mxint8", "nvfp4*"),
     *("nf4-b*", "fp4bnb-b*"),
 )

@@ -119,7 +119,7 @@ def test_zero_points_of_a_symmetric_weight_have_to_be_zero(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("shape", [(64, 12), (8, 2, 32, 4)])
 def test_layouts_of_a_device_are_understood_and_refused(tmp_path: Path, shape: Any) -> None:
-    parts = {"qdata": ("I32", shape), "scale_and_zero": ("BF16", (3, 64, 2))}
+    parts = {"qdata": ("I32", shape), "scale_and_zero": ("BF16", (8, 64, 2))}
     found = resolve(tmp_path, torchao(config("Int4WeightOnlyConfig", group_size=32)), flat("m", **parts))
     assert found.modules[0].status == "unsupported"
     assert found.modules[0].out_features == 64

@@ -23,12 +23,13 @@ def resolve(
     config: Mapping[str, Any] | None = None,
     files: Mapping[str, Any] | None = None,
     values: Mapping[str, bytes] | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> Resolution:
     """The resolution of a checkpoint with these tensors and this `quantization_config`."""
     document = {"model_type": "llama", **(config or {})}
     if quantization is not None:
         document["quantization_config"] = quantization
-    write_checkpoint(folder, document, tensors, files=files, values=values)
+    write_checkpoint(folder, document, tensors, files=files, values=values, metadata=metadata)
     (component,) = open_checkpoint(folder).components
     registry = default_registry()
     formats = [registry.load(FORMATS, name) for name in registry.names(FORMATS)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.formats.declared import Declared
+from omniplat.formats.stated import STATED_SHAPES, decoded_shapes
 from omniplat.formats.storage import Storage
 from omniplat.scheme import TensorQuant
 
@@ -95,6 +96,11 @@ class Draft:
         return None
 
     @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Shapes [N, K] that the weight may have by what is said of it outside its tensors."""
+        return decoded_shapes(self.values.get(STATED_SHAPES, b""))
+
+    @property
     def hinted(self) -> TensorQuant | None:
         return self.hint.scheme.weight if self.hint is not None and self.hint.quantizes else None
 
@@ -111,7 +117,7 @@ class Draft:
         zero_offset: int = 0,
     ) -> Stored:
         self.take("bias", "bias", "_bias")
-        self.take("pre_scale", "pre_quant_scale", "mul_scale")
+        self.take("pre_scale", "pre_quant_scale", "mul_scale", "_weight_act_pre_scale", "weight:act_pre_scale")
         self.take("marker", "comfy_quant")
         activation = self.hint.scheme.activation if self.hint is not None else None
         if weight is not None and weight.element != "bf16":

@@ -16,7 +16,7 @@ CODES_PER_WORD = 10
 
 
 def half_quadratic(draft: Draft, packed: TensorInfo) -> Stored:
-    """Groups along K (axis 1). Groups along N and quantized scales can be read, not computed with."""
+    """Groups along K (axis 1). Of axis 0, weights a fixed distance apart share a scale: one for each, written out."""
     draft.roles["codes"] = "W_q"
     hinted = draft.hinted
     bits = _integer(draft, "nbits") or (hinted.bits if hinted is not None and hinted.is_integer else 0)
@@ -32,26 +32,26 @@ def half_quadratic(draft: Draft, packed: TensorInfo) -> Stored:
     form = SCALE_FORMATS.get(scale.dtype, "f32") if scale is not None else "f32"
     # The library has no id for one bit; two hold it.
     element = f"uint{max(bits, 2)}"
-    if size == k:
+    along_rows = bool(draft.values.get("axis")) and _integer(draft, "axis") == 0
+    if along_rows:
+        quant = TensorQuant(element, "block", block=(1, 1), scale_format=form, symmetric=False)
+    elif size == k:
         quant = TensorQuant(element, "channel", scale_format=form, symmetric=False)
     else:
         quant = TensorQuant(element, "group", max(size, 1), scale_format=form, symmetric=False)
     problem = ""
     if scale is not None and (groups * size != n * k or (zero is not None and prod(zero.shape) != groups)):
         problem = misfit(scale, n, k)
-    elif prod(packed.shape) != packed_size(n * k // max(size, 1), size, bits):
+    elif packed.nbytes != packed_size(size if along_rows else groups, groups if along_rows else size, bits):
         problem = f"W_q {list(packed.shape)} does not hold {n * k} codes of {bits} bits in rows of {size}"
     stored = draft.finish(quant, "hqq", packed.dtype, n, k, problem=problem)
-    storage = replace(stored.storage, bits=bits)
-    axis = _integer(draft, "axis") if draft.values.get("axis") else 1
-    return replace(
-        stored, storage=storage, unsupported="" if axis == 1 else "groups of HQQ's axis 0 run along N, not along K"
-    )
+    return replace(stored, storage=replace(stored.storage, bits=bits, groups_along_rows=along_rows))
 
 
 def packed_size(rows: int, columns: int, bits: int) -> int:
-    """Elements of `W_q` for `rows` groups of `columns` codes."""
-    return -(-rows // (CODES_PER_WORD if bits == 3 else 8 // bits)) * columns
+    """Bytes of `W_q` for `rows` x `columns` codes, of which rows are packed."""
+    per_word, width = (CODES_PER_WORD, 4) if bits == 3 else (8 // bits, 1)
+    return -(-rows // per_word) * columns * width
 
 
 def _integer(draft: Draft, leaf: str) -> int:

@@ -20,7 +20,12 @@ _ZEROS = ("_weight_zero_point", "weight:zero_point", "weight:_zero_point", "weig
 _GLOBALS = ("_weight_per_tensor_scale", "weight:per_tensor_scale")
 _PAIRS = ("_weight_scale_and_zero", "weight:scale_and_zero")
 
-_DEVICE_LAYOUT = "the weight is stored in the layout of one device's kernel"
+_DEVICE_LAYOUT = (
+    "the weight is stored in int32 words whose order is that of an XPU or an NPU kernel, and nothing tells of which"
+)
+_NO_SHAPE_OF_TILES = "the weight's rows and columns are padded, and the shard's metadata does not have its true shape"
+#: What quanto tries as the size of a group, for rows of more than the first.
+_QUANTO_GROUPS = (128, 96, 64, 32)
 
 
 def data_leaf(leaves: Leaves) -> str:
@@ -86,27 +91,80 @@ def _transposed_int4(draft: Draft, data: TensorInfo, scale: TensorInfo, n: int, 
 
 def _device_layout(draft: Draft, data: TensorInfo) -> Stored:
     """int32 words whose order a kernel defines: 2-D [N, K/8], or tiles [N/8, K/(16 t), 32, t/2]."""
-    draft.take("scale", *_SCALES, *_PAIRS)
-    draft.take("zero_point", *_ZEROS)
+    pair = draft.take("scale_and_zero", *_PAIRS)
     shape = data.shape
-    if len(shape) == 4:
-        n, k = shape[0] * 8, shape[1] * shape[3] * 32
-    elif len(shape) == 2:
-        n, k = shape[0], shape[1] * 8
-    else:
-        return unknown(draft, data, f"codes of shape {list(shape)}")
     hinted = draft.hinted
+    if len(shape) == 4 and shape[2] == 32:
+        return _tiles(draft, data, pair)
+    if len(shape) != 2:
+        return unknown(draft, data, f"codes of shape {list(shape)}")
+    draft.take("scale", *_SCALES)
+    draft.take("zero_point", *_ZEROS)
     quant = hinted if hinted is not None else TensorQuant("uint4", "channel", symmetric=False)
-    return replace(draft.finish(quant, "plain", data.dtype, n, k), unsupported=_DEVICE_LAYOUT)
+    return replace(draft.finish(quant, "plain", data.dtype, shape[0], shape[1] * 8), unsupported=_DEVICE_LAYOUT)
+
+
+def _tiles(draft: Draft, data: TensorInfo, pair: TensorInfo | None) -> Stored:
+    """torchao's Int4TilePackedTo4dTensor. Rows are padded to 8, columns to 1024: metadata has the true shape."""
+    rows, columns = data.shape[0] * 8, data.shape[1] * data.shape[3] * 32
+    if pair is None:
+        draft.missing.append(_PAIRS[0])
+    groups = pair.shape[0] if pair is not None and pair.shape else 1
+    size = columns // max(groups, 1)
+    form = SCALE_FORMATS.get(pair.dtype, "bf16") if pair is not None else "bf16"
+    fitting = [(n, k) for n, k in draft.shapes if rows - 8 < n <= rows and k <= columns]
+    n, k = fitting[0] if fitting else (rows, columns)
+    quant = TensorQuant("uint4", "group", max(size, 1), scale_format=form, symmetric=False)
+    problem = misfit(pair, rows, columns) if pair is not None and pair.shape != (groups, rows, 2) else ""
+    stored = draft.finish(quant, "tinygemm", data.dtype, n, k, problem=problem)
+    return stored if fitting else replace(stored, unsupported=_NO_SHAPE_OF_TILES)
 
 
 def _of_unknown_shape(draft: Draft, data: TensorInfo) -> Stored:
-    """quanto's packed bits: rows of groups, without the number of rows of the weight."""
-    draft.take("scale", *_SCALES, required=True)
-    draft.take("zero_point", *_ZEROS)
-    shape = (*data.shape, 1, 1)
-    quant = draft.hinted or TensorQuant("uint4", "channel", symmetric=False)
-    return replace(
-        draft.finish(replace(quant, granularity="channel", group_size=0), "plain", data.dtype, shape[0], shape[1]),
-        unsupported="quanto does not store the shape of weights of less than 8 bits",
+    """quanto's packed bits: rows of groups. How many rows the weight has, its tensors do not say."""
+    scale = draft.take("scale", *_SCALES, required=True)
+    draft.take("zero_point", *_ZEROS, required=True)
+    if len(data.shape) != 2 or data.dtype != "U8":
+        return unknown(draft, data, f"packed bits are {data.dtype} {list(data.shape)}")
+    groups = scale.shape[0] if scale is not None and scale.shape else data.shape[0] * 2
+    size = data.shape[1]
+    bits = next((bits for bits in (4, 2) if data.shape[0] == -(-groups // (8 // bits))), 0)
+    if not bits or (scale is not None and scale.shape not in ((groups,), (groups, 1))):
+        return unknown(draft, data, f"{list(data.shape)} bytes hold no codes of 4 or 2 bits in {groups} groups")
+    form = SCALE_FORMATS.get(scale.dtype, "f32") if scale is not None else "f32"
+    n, k = _quanto_shape(draft, groups, size)
+    element = f"uint{bits}"
+    if n and k != size:
+        quant = TensorQuant(element, "group", size, scale_format=form, symmetric=False)
+    else:
+        quant = TensorQuant(element, "channel", scale_format=form, symmetric=False)
+    stored = draft.finish(quant, "quanto", data.dtype, n or groups, k or size)
+    if n:
+        return stored
+    told = ", ".join(f"[{n}, {k}]" for n, k in draft.shapes)
+    reason = (
+        f"quanto does not store the shape of weights of less than 8 bits: here are {groups} groups of {size}, and "
+        + (f"config.json tells {told}" if told else "neither a bias nor config.json tells the rows")
     )
+    return replace(stored, unsupported=reason)
+
+
+def _quanto_shape(draft: Draft, groups: int, size: int) -> tuple[int, int]:
+    """[N, K] of a weight of so many groups: from the bias, from the group size, or from the configuration; (0, 0) where
+    none tells. quanto cuts rows of more than 128 numbers into groups of 128, 96, 64 or 32 and leaves others whole."""
+    count = groups * size
+    bias = draft.leaves.get("bias")
+    shapes: tuple[tuple[int, int], ...] = draft.shapes
+    if bias is not None and len(bias.shape) == 1 and bias.shape[0]:
+        shapes = ((bias.shape[0], count // bias.shape[0]),)
+    elif size not in _QUANTO_GROUPS:
+        shapes = ((groups, size),)
+    fitting = {(n, k) for n, k in shapes if n * k == count and k % size == 0 and _quanto_group(k) == size}
+    return fitting.pop() if len(fitting) == 1 else (0, 0)
+
+
+def _quanto_group(columns: int) -> int:
+    """The number of columns that quanto lets share a scale."""
+    if columns <= _QUANTO_GROUPS[0]:
+        return columns
+    return next((size for size in _QUANTO_GROUPS if columns % size == 0), columns)
