@@ -13,6 +13,7 @@ _OP_PLUGIN = "https://github.com/Ascend/op-plugin"
 _TORCH = "torch>=2.6"
 
 _LINEAR = "omniplat_ascend.kernels.linear"
+_MOE = "omniplat_ascend.kernels.moe"
 
 _INT8_ARCHS = ("a2", "a3", "a5")
 _A5 = ("a5",)
@@ -32,7 +33,11 @@ _PACKED_MOE = (
     ShapeRule("intermediate", multiple_of=8, maximum=_AXIS),
 )
 _MX_AXES = (ShapeRule("in", multiple_of=64, maximum=_AXIS), ShapeRule("out", maximum=_AXIS))
-_MX_MOE = (*_MX_AXES, ShapeRule("intermediate", multiple_of=64, maximum=_AXIS))
+_MX_MOE = (
+    ShapeRule("in", multiple_of=64, maximum=_AXIS),
+    ShapeRule("out", multiple_of=64, maximum=_AXIS),
+    ShapeRule("intermediate", multiple_of=64, maximum=_AXIS),
+)
 
 _INT8 = (
     Capability(
@@ -128,6 +133,7 @@ _INT8 = (
         requires=(_TORCH_NPU,),
         accumulator="int32",
         priority=40,
+        impl=f"{_MOE}:Int8Experts",
     ),
     Capability(
         "grouped_matmul_w4a8",
@@ -152,6 +158,7 @@ _INT8 = (
         shapes=_MOE_AXES,
         requires=(_TORCH_NPU,),
         priority=20,
+        impl=f"{_MOE}:WeightOnlyInt8Experts",
     ),
     Capability(
         "grouped_matmul_w4a16",
@@ -164,6 +171,7 @@ _INT8 = (
         shapes=_PACKED_MOE,
         requires=(_TORCH_NPU,),
         priority=20,
+        impl=f"{_MOE}:WeightOnlyInt4Experts",
     ),
 )
 
@@ -202,6 +210,7 @@ _FP8 = (
         shapes=_MOE_AXES,
         requires=(_TORCH_NPU,),
         priority=40,
+        impl=f"{_MOE}:Fp8Experts",
     ),
     Capability(
         "quant_matmul_mxfp8",
@@ -264,6 +273,7 @@ _FP8 = (
         shapes=_MX_MOE,
         requires=(_TORCH_NPU,),
         priority=40,
+        impl=f"{_MOE}:Mxfp8Experts",
     ),
     Capability(
         "grouped_matmul_mxfp4",
@@ -275,6 +285,7 @@ _FP8 = (
         shapes=_MX_MOE,
         requires=(_TORCH_NPU,),
         priority=40,
+        impl=f"{_MOE}:Mxfp4Experts",
     ),
     Capability(
         "grouped_matmul_mxfp4_a8",
@@ -287,6 +298,7 @@ _FP8 = (
         shapes=_MX_MOE,
         requires=(_TORCH_NPU,),
         priority=30,
+        impl=f"{_MOE}:Mxfp4A8Experts",
     ),
     Capability(
         "grouped_matmul_mxfp4_a16",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from omniplat.emulation.ascend.grouped import grouped_matmul, grouped_matmul_swiglu_quant_v2, swiglu
 from omniplat.emulation.ascend.layout import format_cast, get_npu_format
 from omniplat.emulation.ascend.matmul import dual_level_quant_matmul, quant_matmul, weight_quant_batchmatmul
 from omniplat.emulation.ascend.mx import dynamic_dual_level_mx_quant, dynamic_mx_quant
@@ -13,6 +14,7 @@ from omniplat.emulation.ascend.quantize import (
     quantize,
     trans_quant_param,
 )
+from omniplat.emulation.ascend.routing import moe_init_routing_v2
 from omniplat.emulation.ascend.schemas import SCHEMAS
 from omniplat.emulation.core import Vendor
 
@@ -29,6 +31,10 @@ OPERATORS: Mapping[str, Callable[..., Any]] = {
     "npu::npu_quant_matmul": quant_matmul,
     "npu::npu_weight_quant_batchmatmul": weight_quant_batchmatmul,
     "npu::npu_dual_level_quant_matmul": dual_level_quant_matmul,
+    "npu::npu_swiglu": swiglu,
+    "npu::npu_grouped_matmul": grouped_matmul,
+    "npu::npu_grouped_matmul_swiglu_quant_v2": grouped_matmul_swiglu_quant_v2,
+    "npu::npu_moe_init_routing_v2": moe_init_routing_v2,
 }
 
 VENDOR = Vendor(

@@ -107,3 +107,14 @@ def mxfp4_as_int8(weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Ten
     codes[..., 0::2], codes[..., 1::2] = table[(stored & 15).to(torch.int64)], table[(stored >> 4).to(torch.int64)]
     halved = torch.ldexp(torch.ones(scale.shape, device=scale.device), scale.to(torch.int32) - 128)
     return {"codes": codes, "scale": halved.to(torch.bfloat16).transpose(-2, -1).contiguous()}
+
+
+def packed_along_rows(words: torch.Tensor) -> torch.Tensor:
+    """int32 [E, K, N/8] of int4 codes that lie as int32 [E, N, K/8]: packed along the other axis, expert by expert."""
+    packed = []
+    shifts = 4 * torch.arange(8, dtype=torch.int32, device=words.device)
+    for stack in words:
+        nibbles = (stack.unsqueeze(-1) >> shifts) & 0xF
+        signed = torch.where(nibbles >= 8, nibbles - 16, nibbles).flatten(-2)
+        packed.append(torch.ops.npu.npu_convert_weight_to_int4pack(signed.t().contiguous()))
+    return torch.stack(packed)

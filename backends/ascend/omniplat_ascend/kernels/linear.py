@@ -15,6 +15,7 @@ from omniplat.layer import LayerSpec
 from omniplat.runtime.declared import require_declared
 from omniplat.runtime.kernel import LinearKernel, Prepared
 from omniplat.runtime.tensors import WeightTensors
+from omniplat.scheme import Scheme
 from omniplat_ascend.kernels import layouts, ops
 from omniplat_ascend.kernels.products import ROUND_MODES
 from omniplat_ascend.spec import SPEC
@@ -34,6 +35,15 @@ def capability_named(name: str) -> Capability:
     return next(item for item in SPEC.capabilities if item.name == name)
 
 
+def device_rounding(kernel: str, scheme: Scheme, spec: LayerSpec) -> str:
+    """How the device calls the rounding of the scheme's activation; raises UnsupportedCombinationError."""
+    rounding = scheme.activation.rounding if scheme.activation is not None else ""
+    if rounding not in ROUND_MODES:
+        reason = f"{kernel}  needs activations rounded {', '.join(filter(None, ROUND_MODES))}, found {rounding}"
+        raise UnsupportedCombinationError(SPEC.name, spec.op, scheme.id, [spec.name], [reason])
+    return ROUND_MODES[rounding]
+
+
 class AscendLinear(LinearKernel[AscendConfig]):
     """Prepares tensors and calls one function of `products`, by name."""
 
@@ -48,12 +58,8 @@ class AscendLinear(LinearKernel[AscendConfig]):
         tensors = self.laid_out(weight, spec)
         if "pre_scale" in weight.tensors:
             tensors["pre_scale"] = weight.tensors["pre_scale"].to(torch.float32).reshape(-1).contiguous()
-        activation = weight.scheme.activation
-        rounding = activation.rounding if activation is not None else ""
-        if rounding not in ROUND_MODES:
-            reason = f"{self.name}  needs activations rounded {', '.join(filter(None, ROUND_MODES))}, found {rounding}"
-            raise UnsupportedCombinationError(SPEC.name, spec.op, weight.scheme.id, [spec.name], [reason])
-        config = AscendConfig(tuple(tensors), ROUND_MODES[rounding], weight.out_features, weight.in_features)
+        rounding = device_rounding(self.name, weight.scheme, spec)
+        config = AscendConfig(tuple(tensors), rounding, weight.out_features, weight.in_features)
         return Prepared(tensors, config)
 
     @abstractmethod

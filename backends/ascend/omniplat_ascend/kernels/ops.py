@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from omniplat_ascend.kernels.experts import EXPERTS, experts
 from omniplat_ascend.kernels.products import PRODUCTS
 
 _LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -19,6 +20,10 @@ _KEYS = ("PrivateUse1", "CPU")
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "ascend_linear(Tensor x, Tensor[] tensors, Tensor? bias, str[] names, str product, str rounding, "
     "int out_features, ScalarType out_dtype) -> Tensor"
+)
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "ascend_moe(Tensor x, Tensor[] tensors, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, str[] names, "
+    "str product, str rounding, str activation, str[] parameters, ScalarType out_dtype) -> Tensor"
 )
 
 
@@ -52,6 +57,46 @@ def _linear_fake(
     return x.new_empty((*x.shape[:-1], out_features), dtype=out_dtype)
 
 
+def _moe(
+    x: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    names: Sequence[str],
+    product: str,
+    rounding: str,
+    activation: str,
+    parameters: Sequence[str],
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    if topk_ids.numel() == 0:
+        return x.new_zeros(x.shape, dtype=out_dtype)
+    held = dict(zip(names, tensors, strict=True))
+    limit, alpha = (float(text) for text in parameters)
+    rows = x.contiguous()
+    how = EXPERTS[product]
+    return experts(rows, held, topk_ids, topk_weights, expert_map, how, rounding, activation, limit, alpha).to(
+        out_dtype
+    )
+
+
+def _moe_fake(
+    x: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    names: Sequence[str],
+    product: str,
+    rounding: str,
+    activation: str,
+    parameters: Sequence[str],
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=out_dtype)
+
+
 def linear(
     x: torch.Tensor,
     tensors: Sequence[torch.Tensor],
@@ -69,6 +114,28 @@ def linear(
     return y
 
 
+def moe(
+    x: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    names: Sequence[str],
+    product: str,
+    rounding: str,
+    activation: str,
+    parameters: Sequence[str],
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """`x` [M, K] through its experts by one of `EXPERTS`, [M, K] in `out_dtype`."""
+    y: torch.Tensor = torch.ops.omniplat.ascend_moe(
+        x, tensors, topk_ids, topk_weights, expert_map, names, product, rounding, activation, parameters, out_dtype
+    )
+    return y
+
+
 for _key in _KEYS:
     _LIBRARY.impl("ascend_linear", _linear, _key)  # type: ignore[no-untyped-call]
+    _LIBRARY.impl("ascend_moe", _moe, _key)  # type: ignore[no-untyped-call]
 torch.library.register_fake("omniplat::ascend_linear", _linear_fake, lib=_LIBRARY)
+torch.library.register_fake("omniplat::ascend_moe", _moe_fake, lib=_LIBRARY)

@@ -1,0 +1,302 @@
+"""What a layer of experts calls: sort rows by expert, multiply, activate, multiply again, add up.
+
+Codes and scales lie stacked, [E, ...], as linear layers have them; products are given transposed views. Where nothing
+lies between the two products but SwiGLU, one operator of the vendor does the first, the activation and its
+quantization. Else the activation is float32, and so is what is quantized: the vendor's quantizers of whole rows take 16
+bits only, so that torch's own operators do it. Sums over a row's experts are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from omniplat.portable.quantize import quantize_rows
+from omniplat.runtime.activate import activate
+from omniplat.scheme import TensorQuant
+from omniplat_ascend.kernels.numbers import FLOAT4_E2M1, FLOAT8_E4M3, FLOAT8_E8M0
+from omniplat_ascend.kernels.products import Tensors
+
+_INT8_TOKEN = TensorQuant("int8", "token", dynamic=True)
+_FP8_TOKEN = TensorQuant("fp8_e4m3", "token", dynamic=True)
+#: Rows and their scales; None where rows are not quantized.
+Rows = tuple[torch.Tensor, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """`counts` int64 [E]: rows of each expert, all rows together; `expert` int64 [rows]: whose each row is."""
+
+    counts: torch.Tensor
+    expert: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertProduct:
+    """`quantize` takes rows [R, K], how codes are rounded and the layer's dtype; `multiply` gives [R, N], float32 or of
+    the layer's dtype; `gated` fuses w13, SwiGLU and quantization, where an operator does."""
+
+    quantize: Callable[[torch.Tensor, str, torch.dtype], Rows]
+    multiply: Callable[[Rows, Tensors, Groups, torch.dtype], torch.Tensor]
+    gated: Callable[[Rows, Tensors, Groups], Rows] | None = None
+
+
+def experts(
+    x: torch.Tensor,
+    tensors: Tensors,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    product: ExpertProduct,
+    rounding: str,
+    activation: str,
+    limit: float,
+    alpha: float,
+) -> torch.Tensor:
+    """`x` [M, K], M > 0, to float32 [M, K]. `tensors` are those of w13 and w2 with these prefixes."""
+    w13, w2 = (_of(tensors, prefix) for prefix in ("w13_", "w2_"))
+    rows, position, groups = _sorted(x, topk_ids, expert_map, w13["codes"].shape[0])
+    seen = product.quantize(rows, rounding, x.dtype)
+    if product.gated is not None and activation == "silu" and not limit and rounding == "rint" and "bias" not in w13:
+        hidden = product.gated(seen, w13, groups)
+    else:
+        both = _with_bias(product.multiply(seen, w13, groups, x.dtype).to(torch.float32), w13, groups)
+        gate, up = both.chunk(2, dim=1)
+        hidden = product.quantize(activate(gate, up, activation, limit, alpha), rounding, x.dtype)
+    out = _with_bias(product.multiply(hidden, w2, groups, x.dtype).to(torch.float32), w2, groups)
+    # Rows that no expert here has were never written.
+    found = torch.where(position.unsqueeze(2) >= 0, out[position.clamp(min=0).to(torch.int64)], 0.0)
+    return (found * topk_weights.to(torch.float32).unsqueeze(2)).sum(1)
+
+
+def _of(tensors: Tensors, prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _sorted(
+    x: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int
+) -> tuple[torch.Tensor, torch.Tensor, Groups]:
+    """Rows by expert [M * T, K], where each of [M, T] went (-1: nowhere), and the groups.
+
+    Operators want groups to cover all rows: those of no expert are counted to the last one, and never looked at.
+    """
+    ids = topk_ids.to(torch.int64)
+    if expert_map is not None:
+        ids = torch.where(ids < 0, -1, expert_map.to(torch.int64)[ids.clamp(min=0)])
+    ids = torch.where(ids < 0, experts, ids).to(torch.int32)
+    rows, position, counts, _ = torch.ops.npu.npu_moe_init_routing_v2(
+        x,
+        ids.contiguous(),
+        expert_num=experts + 1,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        active_expert_range=[0, experts],
+        row_idx_type=0,
+    )
+    total = rows.shape[0]
+    counts = torch.cat((counts[:-1], (total - counts[:-1].sum()).reshape(1)))
+    index = torch.arange(experts, device=x.device)
+    owner = torch.repeat_interleave(index, counts, output_size=total)
+    return rows, position.view(topk_ids.shape), Groups(counts, owner)
+
+
+def _with_bias(y: torch.Tensor, weight: Tensors, groups: Groups) -> torch.Tensor:
+    return y if "bias" not in weight else y + weight["bias"].to(torch.float32)[groups.expert]
+
+
+# --- int8 ----------------------------------------------------------------------------------------------------------
+
+
+def _int8_quantize(rows: torch.Tensor, rounding: str, dtype: torch.dtype) -> Rows:
+    if rows.dtype == torch.float32:
+        codes, scale = quantize_rows(rows, _INT8_TOKEN, None, None)
+        return codes, scale.squeeze(1)
+    codes, scale = torch.ops.npu.npu_dynamic_quant(rows)
+    return codes, scale
+
+
+def _int8_multiply(rows: Rows, weight: Tensors, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
+    """The product as int32, scaled here: beside a bf16 output, a2 and a3 take scales in bf16 only."""
+    codes, scale = rows
+    assert scale is not None
+    (y,) = torch.ops.npu.npu_grouped_matmul(
+        [codes],
+        [weight["codes"].transpose(1, 2)],
+        group_list=groups.counts,
+        split_item=2,
+        group_type=0,
+        group_list_type=1,
+        output_dtype=torch.int32,
+    )
+    found: torch.Tensor = y.to(torch.float32) * weight["scale"][groups.expert] * scale.unsqueeze(1)
+    return found
+
+
+def _int8_gated(rows: Rows, weight: Tensors, groups: Groups) -> Rows:
+    codes, scale = rows
+    hidden, hidden_scale = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2(
+        codes,
+        [weight["codes"].transpose(1, 2)],
+        [weight["scale"]],
+        scale,
+        groups.counts,
+        dequant_dtype=torch.float32,
+        group_list_type=1,
+    )
+    return hidden, hidden_scale
+
+
+# --- fp8 -----------------------------------------------------------------------------------------------------------
+
+
+def _fp8_quantize(rows: torch.Tensor, rounding: str, dtype: torch.dtype) -> Rows:
+    if rows.dtype == torch.float32:
+        codes, scale = quantize_rows(rows, _FP8_TOKEN, None, None)
+        return codes.view(torch.float8_e4m3fn), scale.squeeze(1)
+    codes, scale = torch.ops.npu.npu_dynamic_quant(rows, dst_type=FLOAT8_E4M3)
+    return codes, scale
+
+
+def _fp8_multiply(rows: Rows, weight: Tensors, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
+    codes, scale = rows
+    assert scale is not None
+    (y,) = torch.ops.npu.npu_grouped_matmul(
+        [codes],
+        [weight["codes"].view(torch.float8_e4m3fn).transpose(1, 2)],
+        scale=[weight["scale"]],
+        per_token_scale=[scale],
+        group_list=groups.counts,
+        split_item=2,
+        group_type=0,
+        group_list_type=1,
+        output_dtype=torch.float32,
+    )
+    found: torch.Tensor = y
+    return found
+
+
+# --- MX ------------------------------------------------------------------------------------------------------------
+
+
+def _mxfp8_quantize(rows: torch.Tensor, rounding: str, dtype: torch.dtype) -> Rows:
+    codes, scale = torch.ops.npu.npu_dynamic_mx_quant(rows, dst_type=FLOAT8_E4M3)
+    return codes, scale
+
+
+def _mxfp4_quantize(rows: torch.Tensor, rounding: str, dtype: torch.dtype) -> Rows:
+    codes, scale = torch.ops.npu.npu_dynamic_mx_quant(rows, dst_type=FLOAT4_E2M1, round_mode=rounding)
+    return codes, scale
+
+
+def _mx_weight(weight: Tensors, fp4: bool) -> torch.Tensor:
+    codes = weight["codes"] if fp4 else weight["codes"].view(torch.float8_e4m3fn)
+    return codes.transpose(1, 2)
+
+
+def _mx_multiply(rows: Rows, weight: Tensors, groups: Groups, fp4: bool) -> torch.Tensor:
+    codes, scale = rows
+    assert scale is not None
+    named = FLOAT4_E2M1 if fp4 else None
+    (y,) = torch.ops.npu.npu_grouped_matmul(
+        [codes],
+        [_mx_weight(weight, fp4)],
+        scale=[weight["scale"].transpose(1, 2)],
+        per_token_scale=[scale],
+        group_list=groups.counts,
+        split_item=2,
+        group_type=0,
+        group_list_type=1,
+        output_dtype=torch.float32,
+        x_dtype=named,
+        weight_dtype=named,
+        scale_dtype=FLOAT8_E8M0,
+        per_token_scale_dtype=FLOAT8_E8M0,
+    )
+    found: torch.Tensor = y
+    return found
+
+
+def _mx_gated(rows: Rows, weight: Tensors, groups: Groups, fp4: bool) -> Rows:
+    codes, scale = rows
+    named = FLOAT4_E2M1 if fp4 else None
+    hidden, hidden_scale = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2(
+        codes,
+        [_mx_weight(weight, fp4)],
+        [weight["scale"].transpose(1, 2)],
+        scale,
+        groups.counts,
+        dequant_mode=2,
+        dequant_dtype=torch.float32,
+        quant_mode=2,
+        quant_dtype=FLOAT4_E2M1 if fp4 else FLOAT8_E4M3,
+        group_list_type=1,
+        x_dtype=named,
+        weight_dtype=named,
+        weight_scale_dtype=FLOAT8_E8M0,
+        x_scale_dtype=FLOAT8_E8M0,
+    )
+    return hidden, hidden_scale
+
+
+def _mxfp4_a8_multiply(rows: Rows, weight: Tensors, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
+    codes, scale = rows
+    assert scale is not None
+    (y,) = torch.ops.npu.npu_grouped_matmul(
+        [codes],
+        [weight["codes"].transpose(1, 2)],
+        antiquant_scale=[weight["scale"]],
+        per_token_scale=[scale],
+        group_list=groups.counts,
+        split_item=2,
+        group_type=0,
+        group_list_type=1,
+        output_dtype=dtype,
+        weight_dtype=FLOAT4_E2M1,
+        per_token_scale_dtype=FLOAT8_E8M0,
+    )
+    found: torch.Tensor = y
+    return found
+
+
+# --- weight-only ---------------------------------------------------------------------------------------------------
+
+
+def _plain(rows: torch.Tensor, rounding: str, dtype: torch.dtype) -> Rows:
+    return rows.to(dtype), None
+
+
+def _weight_only_multiply(rows: Rows, weight: Tensors, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
+    """`codes` int8 [E, N, K] or int32 [E, K, N/8], `scale` and `offset` [E, N] or [E, G, N], `factor` f32 [E, N]."""
+    codes = weight["codes"]
+    (y,) = torch.ops.npu.npu_grouped_matmul(
+        [rows[0]],
+        [codes if codes.dtype == torch.int32 else codes.transpose(1, 2)],
+        antiquant_scale=[weight["scale"]],
+        antiquant_offset=[weight["offset"]],
+        group_list=groups.counts,
+        split_item=2,
+        group_type=0,
+        group_list_type=1,
+    )
+    found: torch.Tensor = y
+    return found if "factor" not in weight else found * weight["factor"][groups.expert]
+
+
+EXPERTS: Mapping[str, ExpertProduct] = {
+    "int8": ExpertProduct(_int8_quantize, _int8_multiply, _int8_gated),
+    "fp8": ExpertProduct(_fp8_quantize, _fp8_multiply),
+    "mxfp8": ExpertProduct(
+        _mxfp8_quantize,
+        lambda rows, weight, groups, dtype: _mx_multiply(rows, weight, groups, False),
+        lambda rows, weight, groups: _mx_gated(rows, weight, groups, False),
+    ),
+    "mxfp4": ExpertProduct(
+        _mxfp4_quantize,
+        lambda rows, weight, groups, dtype: _mx_multiply(rows, weight, groups, True),
+        lambda rows, weight, groups: _mx_gated(rows, weight, groups, True),
+    ),
+    "mxfp4_a8": ExpertProduct(_mxfp8_quantize, _mxfp4_a8_multiply),
+    "weight_only": ExpertProduct(_plain, _weight_only_multiply),
+}
