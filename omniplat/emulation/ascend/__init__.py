@@ -43,6 +43,6 @@ VENDOR = Vendor(
     version="2.13.0",
     known=("2.10.0.post4", "2.13.0"),
     loaded_as=("torch_npu",),
-    schemas=tuple(schema for schema in SCHEMAS if schema.qualified in OPERATORS),
+    schemas=SCHEMAS,
     operators=OPERATORS,
 )

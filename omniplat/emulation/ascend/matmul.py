@@ -111,7 +111,12 @@ def _integer_matmul(
         total = total + bias
     if out == torch.int32:
         return total.to(torch.int32)
-    y = total.to(torch.float32) * _fixed(scale, pertoken_scale is None and out == torch.float16)
+    factor = scale if scale.dtype == torch.int64 else scale.to(torch.float32)
+    if scale.dtype == torch.int64 or (pertoken_scale is None and out == torch.float16):
+        factor = _fixed(scale)
+        if scale.dtype != torch.int64 and not torch.equal(factor, scale.to(torch.float32)):
+            emulation.record(op, "scale-cut", "beside an f16 output without pertoken_scale, 19 bits of a scale count")
+    y = total.to(torch.float32) * factor
     if pertoken_scale is not None:
         y = y * pertoken_scale.unsqueeze(1)
     if bias is not None and bias.dtype != torch.int32:
@@ -119,14 +124,11 @@ def _integer_matmul(
     return y.to(out)
 
 
-def _fixed(scale: torch.Tensor, truncated: bool) -> torch.Tensor:
-    """f32 scales as the dequantization unit has them: 19 bits of one in int64, or of one that becomes int64."""
+def _fixed(scale: torch.Tensor) -> torch.Tensor:
+    """f32 scales as the dequantization unit has them: 19 bits of those in int64, or of f32 ones that become int64."""
     if scale.dtype == torch.int64:
         return (scale & (SCALE_MASK & 0xFFFFFFFF)).to(torch.int32).view(torch.float32)
-    values = scale.to(torch.float32)
-    if not truncated:
-        return values
-    return (values.contiguous().view(torch.int32) & SCALE_MASK).view(torch.float32)
+    return (scale.to(torch.float32).contiguous().view(torch.int32) & SCALE_MASK).view(torch.float32)
 
 
 def _fp8_matmul(

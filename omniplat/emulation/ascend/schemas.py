@@ -86,10 +86,6 @@ SCHEMAS: tuple[OpSchema, ...] = (
         "scale_dtype=None, int? per_token_scale_dtype=None) -> Tensor[]",
     ),
     _npu(
-        "npu_grouped_matmul_swiglu_quant(Tensor x, Tensor weight, Tensor group_list, Tensor weight_scale, "
-        "Tensor x_scale, *, Tensor? bias=None, Tensor? offset=None) -> (Tensor, Tensor, Tensor)",
-    ),
-    _npu(
         "npu_grouped_matmul_swiglu_quant_v2(Tensor x, Tensor[] weight, Tensor[] weight_scale, Tensor "
         "x_scale, Tensor group_list, *, Tensor? smooth_scale=None, Tensor[]? weight_assist_matrix=None, "
         "Tensor? bias=None, int? dequant_mode=0, int? dequant_dtype=0, int? quant_mode=0, int? "
@@ -111,37 +107,5 @@ SCHEMAS: tuple[OpSchema, ...] = (
         "expert_tokens_num_type=0, bool expert_tokens_num_flag=False, int quant_mode=-1, int[2] "
         "active_expert_range=[], int row_idx_type=0, int? x_dtype=None) -> (Tensor, Tensor, Tensor, "
         "Tensor)",
-    ),
-    _npu(
-        "npu_moe_token_unpermute(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, bool "
-        "padded_mode=False, int[]? restore_shape=None) -> Tensor",
-    ),
-    _npu(
-        "npu_moe_finalize_routing(Tensor expanded_permuted_rows, Tensor? skip1, Tensor? skip2, Tensor? "
-        "bias, Tensor? scales, Tensor expanded_src_to_dst_row, Tensor? export_for_source_row, int? "
-        "drop_pad_mode=0) -> Tensor",
-        versions="<2.13",
-    ),
-    _npu(
-        "npu_moe_finalize_routing(Tensor expanded_permuted_rows, Tensor? skip1, Tensor? skip2, Tensor? "
-        "bias, Tensor? scales, Tensor expanded_src_to_dst_row, Tensor? export_for_source_row, int? "
-        "drop_pad_mode=0, int? k=1) -> Tensor",
-        versions=">=2.13",
-    ),
-    _npu(
-        "npu_moe_gating_top_k(Tensor x, int k, *, Tensor? bias=None, int k_group=1, int group_count=1, "
-        "int group_select_mode=0, int renorm=0, int norm_type=0, bool out_flag=False, float "
-        "routed_scaling_factor=1., float eps=9.9999999999999995e-21) -> (Tensor, Tensor, Tensor)",
-        versions="<2.13",
-    ),
-    _npu(
-        "npu_moe_gating_top_k(Tensor x, int k, *, Tensor? bias=None, Tensor? input_ids=None, Tensor? "
-        "tid2eid=None, int k_group=1, int group_count=1, int group_select_mode=0, int renorm=0, int "
-        "norm_type=0, bool out_flag=False, float routed_scaling_factor=1., float "
-        "eps=9.9999999999999995e-21) -> (Tensor, Tensor, Tensor)",
-        versions=">=2.13",
-    ),
-    _npu(
-        "npu_moe_gating_top_k_softmax(Tensor x, Tensor? finished=None, int k=1) -> (Tensor, Tensor, Tensor)",
     ),
 )
