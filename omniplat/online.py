@@ -70,8 +70,8 @@ METHODS: Mapping[str, MethodInfo] = {
 @dataclass(frozen=True, slots=True)
 class Method:
     """A method with its options. `leading_blocks` transformer blocks at the start stay as they are; `input_scales`
-    are static scales of inputs by module name; `keep_sensitive` leaves out what `omniplat.models.advice` names;
-    `compress_statistics` quantizes bitsandbytes' scales too."""
+    are static scales of inputs by module name, of all or of some; `keep_sensitive` leaves out what
+    `omniplat.models.advice` names; `compress_statistics` quantizes bitsandbytes' scales too."""
 
     name: str
     weight: TensorQuant
@@ -81,6 +81,10 @@ class Method:
     keep_sensitive: bool = True
     input_scales: Mapping[str, float] = field(default_factory=dict)
     compress_statistics: bool = False
+
+    @property
+    def is_static(self) -> bool:
+        return self.activation is not None and not self.activation.dynamic
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +108,11 @@ class Routing:
         return self.default if component is None else self.components[component]
 
 
-def parse_method(spec: str | Mapping[str, Any]) -> Method:
-    """A method by name, or by name and options. Raises UsageError naming what is known."""
+def parse_method(spec: str | Mapping[str, Any], *, calibrated: bool = False) -> Method:
+    """A method by name, or by name and options. Raises UsageError naming what is known.
+
+    `calibrated`: static scales of inputs need not be given, somebody will find them.
+    """
     given = {"method": spec} if isinstance(spec, str) else dict(spec)
     names = [given.pop(key) for key in ("method", "quant_method") if key in given]
     name = str(names[0]).lower().replace("-", "_") if names else ""
@@ -116,7 +123,7 @@ def parse_method(spec: str | Mapping[str, Any]) -> Method:
     if unknown := sorted(set(given) - set(options)):
         raise UsageError(f"{name} has no option {', '.join(unknown)}; known: {', '.join(options)}")
     values = {key: _value(name, key, given.get(key, option.default), option) for key, option in options.items()}
-    weight, activation = _scheme(name, info, values)
+    weight, activation = _scheme(name, info, values, calibrated=calibrated)
     return Method(
         name,
         parse_weight_id(weight),
@@ -129,13 +136,16 @@ def parse_method(spec: str | Mapping[str, Any]) -> Method:
     )
 
 
-def parse_routing(spec: str | Mapping[str, Any] | None) -> Routing:
+def parse_routing(spec: str | Mapping[str, Any] | None, *, calibrated: bool = False) -> Routing:
     """A method for everything, or an object that maps components and `default` to methods or None."""
     if spec is None:
         return Routing({})
     if isinstance(spec, str) or "method" in spec or "quant_method" in spec:
-        return Routing({}, parse_method(spec))
-    parsed = {key: None if value in (None, "none") else parse_method(value) for key, value in spec.items()}
+        return Routing({}, parse_method(spec, calibrated=calibrated))
+    parsed = {
+        key: None if value in (None, "none") else parse_method(value, calibrated=calibrated)
+        for key, value in spec.items()
+    }
     default = parsed.pop(DEFAULT, None)
     return Routing(parsed, default)
 
@@ -179,7 +189,7 @@ def _value(method: str, key: str, value: object, option: Option) -> Any:
     return value
 
 
-def _scheme(name: str, info: MethodInfo, values: Mapping[str, Any]) -> tuple[str, str]:
+def _scheme(name: str, info: MethodInfo, values: Mapping[str, Any], *, calibrated: bool) -> tuple[str, str]:
     """Ids of what the options ask for."""
     if name == "int4":
         if values["group_size"] < 1:
@@ -190,12 +200,10 @@ def _scheme(name: str, info: MethodInfo, values: Mapping[str, Any]) -> tuple[str
     if name != "fp8":
         return info.weight, info.activation
     static = values["activation_scheme"] == "static"
-    if static != bool(values["input_scales"]):
-        raise UsageError(
-            "fp8: a static activation_scheme needs input_scales, {module: scale}: nothing is calibrated here"
-            if static
-            else "fp8: input_scales are for activation_scheme='static'"
-        )
+    if static and not (values["input_scales"] or calibrated):
+        raise UsageError("fp8: a static activation_scheme needs input_scales, {module: scale}, or calibration inputs")
+    if values["input_scales"] and not static:
+        raise UsageError("fp8: input_scales are for activation_scheme='static'")
     block = values["weight_block_size"]
     if block is not None:
         if static or values["granularity"] != "tensor":

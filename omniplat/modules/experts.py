@@ -8,7 +8,8 @@ the module's own gate makes of numbers.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -63,17 +64,50 @@ class ExpertsForm:
     bias: bool
     gate: Gate | None
 
-    def w13(self, stacked: torch.Tensor, expert: int) -> torch.Tensor:
-        """One expert of the module's `gate_up_proj` as [2I, K], or of its bias as [2I]; gate rows first."""
-        one = stacked[expert]
-        if self.transposed and one.dim() == 2:
-            one = one.T
-        return torch.cat([one[0::2], one[1::2]]) if self.interleaved else one
-
-    def w2(self, stacked: torch.Tensor, expert: int) -> torch.Tensor:
-        """One expert of the module's `down_proj` as [K, I], or of its bias as [K]."""
+    def one(self, stacked: torch.Tensor, expert: int) -> torch.Tensor:
+        """A view of one expert of a weight as [N, K], or of a bias as [N]; rows are in the module's order."""
         one = stacked[expert]
         return one.T if self.transposed and one.dim() == 2 else one
+
+    def rows(self, half: int) -> slice:
+        """Rows of the gate (0) or of up (1) in the module's `gate_up_proj`."""
+        if self.interleaved:
+            return slice(half, 2 * self.intermediate, 2)
+        return slice(half * self.intermediate, (half + 1) * self.intermediate)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertKey:
+    """A tensor of one expert, for a module that has them in stacks: `model.layers.0.mlp.experts.3.up_proj.weight`.
+
+    `halves`    of `gate_up_proj` that it holds: gate (0), up (1) or both; empty for `down_proj`.
+    """
+
+    experts: str
+    expert: int
+    halves: tuple[int, ...]
+    bias: bool
+
+
+_KEY = re.compile(r"(.+)\.(\d+)\.(\w+)\.(weight|bias)")
+#: What is called how in a checkpoint -> halves.
+_HALVES: Mapping[str, tuple[int, ...]] = {
+    "gate_proj": (0,),
+    "w1": (0,),
+    "up_proj": (1,),
+    "w3": (1,),
+    GATE_UP: (0, 1),
+    DOWN: (),
+    "w2": (),
+}
+
+
+def expert_key(name: str) -> ExpertKey | None:
+    """What a checkpoint's tensor is of an expert; None for any other tensor."""
+    match = _KEY.fullmatch(name)
+    if match is None or match[3] not in _HALVES:
+        return None
+    return ExpertKey(match[1], int(match[2]), _HALVES[match[3]], match[4] == "bias")
 
 
 def holds_stacks(module: nn.Module) -> bool:

@@ -77,7 +77,10 @@ class ModelLinear(QuantLinear):
 
 
 class ModelExperts(QuantExperts):
-    """In place of a module that holds all experts of a layer and is called with the rows, ids and weights."""
+    """In place of a module that holds all experts of a layer and is called with the rows, ids and weights. `original`
+    as in `ModelLinear`."""
+
+    original: tuple[nn.Module, ...] = ()
 
     @staticmethod
     def of(layer: QuantExperts, workspaces: Workspaces) -> ModelExperts:

@@ -17,7 +17,7 @@ from omniplat.device import Device
 from omniplat.document import Plan
 from omniplat.errors import BackendUnavailableError, UsageError
 from omniplat.modules.layers import ModelExperts, ModelLinear
-from omniplat.modules.places import Names, Place, places_of, why_not, why_not_experts
+from omniplat.modules.places import Names, Place, places_of, require_none, why_not, why_not_experts
 from omniplat.modules.renames import renames_of
 from omniplat.modules.slots import Slots
 from omniplat.packed import PackedLayer, per_module
@@ -29,8 +29,6 @@ from omniplat.runtime.tensors import device_of, to_tensor
 
 #: Scales of a quantized key-value cache: a model without such a cache has no place for them.
 _CACHE_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "k_zero_point", "v_zero_point"})
-#: Problems that an error lists.
-_SHOWN = 5
 
 
 def load_into(
@@ -121,11 +119,7 @@ class _Loading:
         self._values = self._plain()
 
     def run(self) -> None:
-        if self._problems:
-            shown = self._problems[:_SHOWN]
-            more = len(self._problems) - len(shown)
-            text = "\n  ".join(shown + ([f"and {more} more"] if more else []))
-            raise UsageError(f"model and checkpoint, matched {self._names}, do not fit:\n  {text}")
+        require_none(f"model and checkpoint, matched {self._names}, do not fit", self._problems)
         reader = ShardReader(self._part.root)
         workspaces = Workspaces()
         made = {item.layer.name: self._load(item, reader, workspaces) for item in self._layers}

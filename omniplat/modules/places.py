@@ -14,6 +14,8 @@ from omniplat.layer import MoeSpec
 from omniplat.modules.experts import Gate, experts_form
 from omniplat.modules.renames import Renames
 
+#: Problems that an error lists.
+_SHOWN = 5
 #: What adapters (PEFT's among them) call the layer that they wrap: no part of a checkpoint's name.
 WRAPPED = "base_layer"
 
@@ -52,11 +54,12 @@ class Names:
     checkpoint's prefix."""
 
     def __init__(self, known: Iterable[str], stored: Iterable[str], renames: Renames) -> None:
-        """`known` are the model's module names, `stored` the names of the checkpoint's modules."""
+        """`known` are the model's module names, `stored` the names of the checkpoint's modules; empty where nobody
+        knows them ahead: names are then renamed, and have no prefix."""
         model, wanted = set(known), sorted({name for name in stored if name})
         self._renames = renames
         plain, renamed = _prefixes(model, wanted), _prefixes(model, [renames.module(name) for name in wanted])
-        self._renamed = renames.always or renamed.fitting > plain.fitting
+        self._renamed = renames.always or not wanted or renamed.fitting > plain.fitting
         self._prefixes = renamed if self._renamed else plain
 
     def module(self, name: str) -> str:
@@ -106,6 +109,14 @@ def _prefixes(model: Collection[str], wanted: Sequence[str]) -> _Prefixes:
                 votes[name.removesuffix(candidate), ""] += 1
     best = max(votes, key=lambda pair: (votes[pair], -len(pair[0]) - len(pair[1]), pair))
     return _Prefixes(*best, votes[best])
+
+
+def require_none(what: str, problems: Sequence[str]) -> None:
+    """Raise UsageError that lists the problems, or some of many."""
+    if problems:
+        more = len(problems) - _SHOWN
+        shown = [*problems[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+        raise UsageError(f"{what}:\n  " + "\n  ".join(shown))
 
 
 def why_not(place: Place) -> str:

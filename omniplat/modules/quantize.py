@@ -1,41 +1,39 @@
-"""`quantize_model` and `restore`: the linear layers of a model in another scheme, and back."""
+"""`quantize_model` and `restore`: the linear layers and experts of a model in another scheme, and back."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from omniplat import oracle
 from omniplat.api import make_target, require_runnable, require_torch
-from omniplat.canonical import Array, CanonicalWeight
-from omniplat.checkpoint.tensors import TensorInfo
+from omniplat.canonical import CanonicalWeight
 from omniplat.device import Device
 from omniplat.document import Plan, PlanCheckpoint
 from omniplat.errors import BackendNotInstalledError, BackendUnavailableError, UsageError
-from omniplat.findings import Finding, finding
-from omniplat.formats.resolved import DecidedBy, ResolvedModule
-from omniplat.formats.storage import Storage
-from omniplat.layer import LayerSpec
-from omniplat.models.advice import refusals
-from omniplat.modules.layers import ModelLinear
-from omniplat.modules.places import Place
-from omniplat.modules.survey import Survey, Verdict, all_places
-from omniplat.online import Method, parse_routing
-from omniplat.packed import PackedLayer, Part
+from omniplat.modules.arrivals import Arrivals, Arriving, ArrivingExperts, ArrivingLinear
+from omniplat.modules.calibrate import calibrated_scales
+from omniplat.modules.experts import experts_form, holds_stacks
+from omniplat.modules.layers import ModelExperts, ModelLinear
+from omniplat.modules.offload import Offload
+from omniplat.modules.online_plan import advice_findings, planned_layer
+from omniplat.modules.places import Place, require_none
+from omniplat.modules.slots import Slots
+from omniplat.modules.sources import Source, arriving_tensors
+from omniplat.modules.survey import Survey, Verdict, all_places, components_of
+from omniplat.online import parse_routing
 from omniplat.planner import PlannedLayer, plan_layers
 from omniplat.registry import default_registry, is_installed
 from omniplat.runtime.kernel import LinearKernel, Workspaces, load_kernel
-from omniplat.runtime.layers import QuantLinear
-from omniplat.runtime.tensors import DTYPES, device_of, to_array, to_torch
-from omniplat.scheme import UNQUANTIZED, Scheme, TensorQuant
+from omniplat.runtime.memory import release_freed
+from omniplat.runtime.online import OnlineExperts, OnlineLinear, Rounding, round_to_nearest
+from omniplat.runtime.tensors import device_of, to_array
+from omniplat.scheme import Scheme
 
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BITSANDBYTES_BLOCK = 64
 
 
@@ -44,162 +42,179 @@ def quantize_model(
     method: str | Mapping[str, Any] | None,
     device: str | Device | None = None,
     *,
+    weights: Source | None = None,
+    key_mapping: Mapping[str, str] | None = None,
+    calibration: Iterable[object] | None = None,
+    offload: str | os.PathLike[str] | None = None,
     backend: str | None = None,
     allow: Iterable[str] = (),
     prefer: str | None = None,
     restorable: bool = True,
 ) -> Plan:
-    """Quantize the linear layers of `model`, an `nn.Module` or a pipeline with `components`, where they stand.
+    """Quantize the linear layers and stacked experts of `model`, an `nn.Module` or a pipeline with `components`.
 
     `method` is a name, an object with options, or an object that routes components (`omniplat.online`). The plan says
-    for every linear layer what runs it, or why it stays. Quantized layers go to the planned device; the rest of the
-    model stays where it is. With `restorable` the original layers are kept for `restore`, and so is their memory.
+    for every layer what runs it, or why it stays. A model with quantized layers moves to the planned device as a whole;
+    a pipeline's components without any stay where they are.
+
+    `weights` fills a model that may be on `meta`: a folder in safetensors, a state dict, or pairs of name and tensor,
+    in any order. Each layer is quantized as soon as its tensors are there, and they are let go of: memory peaks at the
+    final size plus the largest layer. `key_mapping` renames what arrives, as in `load_into`. Without `weights` layers
+    are quantized where they stand, and with `restorable` the original ones are kept for `restore`, with their memory.
+
+    `offload` is where a finished layer goes: "cpu", or a folder of files that are mapped; the model then moves nowhere.
+    `calibration` are inputs, each a tensor, a tuple of arguments or a mapping of keywords, with which the model is
+    called for static scales of activations: the largest magnitude that a layer's input has, over 448.
 
     Raises before anything of the model changes: UsageError for methods, options and patterns that mean nothing here,
-    and against known advice; UnsupportedCombinationError; BackendNotInstalledError.
+    for weights that do not fit, and against known advice; UnsupportedCombinationError; BackendNotInstalledError;
+    InvalidCheckpointError for weights that are not finite or not in 16 or 32 bit.
     """
     require_torch()
     registry = default_registry()
-    survey = Survey(model, parse_routing(method), registry)
+    routing = parse_routing(method, calibrated=calibration is not None)
+    survey = Survey(model, routing, registry, arriving=weights is not None, calibrated=calibration is not None)
     verdicts = survey.verdicts()
     if any(v.method is not None and v.method.name == "bitsandbytes" for v in verdicts):
         _require_bitsandbytes()
     target = make_target(device, backend=backend, allow=allow, prefer=prefer, registry=registry)
-    layers = [_layer_of(name, verdict) for name, verdict in zip(_names(survey, verdicts), verdicts, strict=True)]
-    findings = _findings(verdicts, allowed="model-advice" in target.policy.allow)
+    findings = advice_findings(verdicts, allowed="model-advice" in target.policy.allow)
+    layers = [planned_layer(verdict) for verdict in verdicts]
     planned = plan_layers(PlanCheckpoint(f"<{type(model).__name__}>", ("online",), ("",)), layers, target, findings)
     require_runnable(planned.plan)
-    where = device_of(target.device)
-    workspaces = Workspaces()
-    made = [
-        (verdict.place, _quantized(item, verdict, where, workspaces))
-        for item, verdict in zip(planned.layers, verdicts, strict=True)
-        if verdict.method is not None
+    quantized = [
+        (item, verdict) for item, verdict in zip(planned.layers, verdicts, strict=True) if verdict.method is not None
     ]
-    for place, layer in made:
-        assert isinstance(place.module, nn.Linear)
-        layer.train(place.module.training)
-        if restorable:
-            layer.original = (place.module,)
-        place.put(layer)
+    scales = _input_scales(model, [verdict for _, verdict in quantized], calibration, arriving=weights is not None)
+    where = device_of(target.device)
+    making = _Making(quantized, scales, where, Offload(offload) if offload is not None else None)
+    if weights is None:
+        making.from_model(keep=restorable)
+    else:
+        making.from_weights(model, survey, weights, key_mapping)
+    if offload is None:
+        for root in components_of(model).values():
+            if any(isinstance(module, (ModelLinear, ModelExperts)) for module in root.modules()):
+                root.to(where)
     return planned.plan
 
 
 def restore(model: object) -> None:
-    """Put back the layers that `quantize_model` replaced, on the device where the quantized ones are.
+    """Put back the layers that `quantize_model` replaced: the same modules with the same values, in the mode and on
+    the device that the quantized ones have.
 
     Raises UsageError, and changes nothing, when there are none or they were not kept.
     """
-    replaced = [place for place in all_places(model).values() if isinstance(place.module, ModelLinear)]
+    replaced = [
+        (place, place.module)
+        for place in all_places(model).values()
+        if isinstance(place.module, (ModelLinear, ModelExperts))
+    ]
     if not replaced:
         raise UsageError("nothing to restore: the model has no layer that was quantized online")
-    gone = [place.name for place in replaced if not _original(place)]
+    gone = [place.name for place, layer in replaced if not layer.original]
     if gone:
         raise UsageError(f"cannot be restored, the original layers were not kept: {', '.join(gone[:3])} ({len(gone)})")
-    for place in replaced:
-        device = next((buffer.device for buffer in place.module.buffers()), torch.device("cpu"))
-        place.put(_original(place)[0].to(device))
+    for place, layer in replaced:
+        device = next((buffer.device for buffer in layer.buffers()), torch.device("cpu"))
+        place.put(layer.original[0].to(device).train(layer.training))
 
 
-def _original(place: Place) -> tuple[nn.Linear, ...]:
-    assert isinstance(place.module, ModelLinear)
-    return place.module.original
+class _Making:
+    """One call of `quantize_model` after planning: layers are made, then put into the model all at once."""
+
+    def __init__(
+        self,
+        quantized: Sequence[tuple[PlannedLayer, Verdict]],
+        scales: Mapping[str, float],
+        device: torch.device,
+        offload: Offload | None,
+    ) -> None:
+        self._quantized = quantized
+        self._scales = scales
+        self._device = device
+        self._offload = offload
+        self._workspaces = Workspaces()
+        self._made: dict[str, ModelLinear | ModelExperts] = {}
+
+    def from_model(self, *, keep: bool) -> None:
+        for item, verdict in self._quantized:
+            layer = self._arriving(item, verdict)
+            for leaf, tensor in verdict.place.module._parameters.items():
+                if tensor is not None:
+                    layer.take(leaf, tensor)
+            self._finish(verdict.name, layer)
+        for _, verdict in self._quantized:
+            self._put(verdict, keep=keep)
+
+    def from_weights(
+        self, model: object, survey: Survey, weights: Source, key_mapping: Mapping[str, str] | None
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise UsageError("weights are for one model: quantize the components of a pipeline one by one")
+        layers = {verdict.name: self._arriving(item, verdict) for item, verdict in self._quantized}
+        slots = Slots(model, [verdict.place for _, verdict in self._quantized])
+        stacks = {
+            name: experts_form(place.module)
+            for name, place in survey.places.items()
+            if name not in layers and holds_stacks(place.module)
+        }
+        arrivals = Arrivals(layers, slots, stacks, self._device, self._finish)
+        for name, tensor in arriving_tensors(weights, model, survey.places, key_mapping):
+            arrivals.take(name, tensor)
+            del tensor  # not to be held while the next one is made
+        slots.tie(arrivals.values)
+        require_none("model and weights do not fit", arrivals.problems())
+        for _, verdict in self._quantized:
+            self._put(verdict, keep=False)
+        slots.fill(arrivals.values, self._device)
+
+    def _arriving(self, item: PlannedLayer, verdict: Verdict) -> Arriving:
+        assert item.capability is not None
+        assert verdict.method is not None
+        if not item.capability.impl:
+            raise BackendUnavailableError(str(item.layer.backend), f"kernel {item.capability.name} is only planned on")
+        kernel, spec = load_kernel(item.capability.impl), item.packed.spec
+        rounding: Rounding = round_to_nearest
+        if verdict.method.name == "bitsandbytes":
+            rounding = _by_bitsandbytes(verdict.method.compress_statistics)
+        if isinstance(kernel, LinearKernel):
+            return ArrivingLinear(OnlineLinear(spec, kernel, rounding, input_scale=self._scales.get(verdict.name)))
+        assert verdict.form is not None
+        return ArrivingExperts(OnlineExperts(spec, kernel, rounding), verdict.form)
+
+    def _finish(self, name: str, layer: Arriving) -> None:
+        made = layer.finish(self._device, self._workspaces)
+        if self._offload is not None:
+            self._offload.move(name, made)
+        self._made[name] = made
+        release_freed()
+
+    def _put(self, verdict: Verdict, *, keep: bool) -> None:
+        made, place = self._made[verdict.name], verdict.place
+        if keep:
+            made.original = (place.module,)
+        place.put(made.train(place.module.training))
 
 
-def _names(survey: Survey, verdicts: list[Verdict]) -> list[str]:
-    by_place = {id(place): name for name, place in survey.places.items()}
-    return [by_place[id(verdict.place)] for verdict in verdicts]
-
-
-# --- planning -------------------------------------------------------------------------------------------------------
-
-
-def _layer_of(name: str, verdict: Verdict) -> PackedLayer:
-    """The layer as planning knows it: what it will store, and what decided that."""
-    linear, method = verdict.place.module, verdict.method
-    assert isinstance(linear, nn.Linear)
-    scheme = Scheme(method.weight, method.activation) if method is not None else UNQUANTIZED
-    n, k = linear.out_features, linear.in_features
-    size = _stored_bytes(scheme.weight, n, k) if method is not None else n * k * linear.weight.element_size()
-    module = ResolvedModule(
-        name,
-        "",
-        scheme if method is not None else None,
-        scheme,
-        Storage("plain", ""),
-        n,
-        k,
-        {"codes": TensorInfo(f"{name}.weight", "", (n, k), "", 0, size)},
-        DecidedBy("", verdict.reason),
-        "ok" if method is not None else "unquantized",
-        stored_dtype="",
-    )
-    dtype = _DTYPE_NAMES.get(linear.weight.dtype, "bf16")
-    spec = LayerSpec(name, "linear", n, k, scheme, dtype=dtype, bias=linear.bias is not None, parts=(n,))
-    return PackedLayer(spec, (Part(module),))
-
-
-def _stored_bytes(quant: TensorQuant, n: int, k: int) -> int:
-    """Bytes of codes and scales in canonical form."""
-    scale = 1 if quant.scale_format in ("e8m0", "e4m3") else 4
-    scales = n
-    if quant.granularity == "group":
-        scales = n * (k // quant.group_size)
-    elif quant.granularity == "block":
-        scales = -(-n // quant.block[0]) * -(-k // quant.block[1])
-    second = {"global": 4 * n, "dual": 4 * n * -(-k // 512)}.get(quant.second_scale, 0)
-    return n * k * quant.bits // 8 + scales * scale + second
-
-
-def _findings(verdicts: list[Verdict], *, allowed: bool) -> list[Finding]:
-    """Advice: what stays unasked, and models that are known to fail with the method."""
-    kept: dict[str, list[str]] = defaultdict(list)
-    models: dict[int, tuple[Mapping[str, Any], dict[str, list[str]]]] = {}
-    for verdict in verdicts:
-        if verdict.is_advice:
-            kept[verdict.reason].append(verdict.place.name)
-        if verdict.method is not None:
-            used = models.setdefault(id(verdict.model), (verdict.model, defaultdict(list)))[1]
-            used[Scheme(verdict.method.weight, verdict.method.activation).activation_id].append(verdict.place.name)
-    found = [
-        finding("model-advice", f"stays in 16 bit: {reason}", severity="note", modules=names)
-        for reason, names in kept.items()
-    ]
-    for config, activations in models.values():
-        found += refusals(config, activations, allowed=allowed)
-    return found
-
-
-# --- quantizing -----------------------------------------------------------------------------------------------------
-
-
-def _quantized(item: PlannedLayer, verdict: Verdict, device: torch.device, workspaces: Workspaces) -> ModelLinear:
-    linear, method, spec = verdict.place.module, verdict.method, item.packed.spec
-    assert isinstance(linear, nn.Linear)
-    assert method is not None
-    assert item.capability is not None
-    if not item.capability.impl:
-        raise BackendUnavailableError(str(item.layer.backend), f"kernel {item.capability.name} is only planned on")
-    kernel = load_kernel(item.capability.impl)
-    assert isinstance(kernel, LinearKernel)
-    tensors = to_torch(_canonical(linear, method, spec.scheme, verdict.place.name), device=device)
-    bias = linear.bias.detach().to(device=device, copy=True) if linear.bias is not None else None
-    layer = QuantLinear(spec, kernel, kernel.prepare(tensors, spec), bias)
-    return ModelLinear.of(layer, workspaces)
-
-
-def _canonical(linear: nn.Linear, method: Method, scheme: Scheme, name: str) -> CanonicalWeight:
-    """The layer's weight, rounded to nearest by the oracle's rules, or by bitsandbytes itself."""
-    weight = linear.weight.detach().cpu().float()
-    if not bool(torch.isfinite(weight).all()):
-        raise UsageError(f"{name}: the weight is not finite")
-    if method.name == "bitsandbytes":
-        return _by_bitsandbytes(weight, scheme, method.compress_statistics)
-    made = oracle.quantize_weight(to_array(weight), scheme.weight)
-    tensors: dict[str, Array] = dict(made.tensors)
-    if name in method.input_scales:
-        tensors["input_scale"] = np.array([method.input_scales[name]], np.float32)
-    return replace(made, scheme=scheme, tensors=tensors)
+def _input_scales(
+    model: object, verdicts: Sequence[Verdict], calibration: Iterable[object] | None, *, arriving: bool
+) -> dict[str, float]:
+    """Static scales of inputs by layer: those that the method gives, and for the others what calibration finds."""
+    static = [verdict for verdict in verdicts if verdict.method is not None and verdict.method.is_static]
+    given = {
+        verdict.name: verdict.method.input_scales[verdict.place.name]
+        for verdict in static
+        if verdict.method is not None and verdict.place.name in verdict.method.input_scales
+    }
+    if calibration is None:
+        return given
+    if not static:
+        raise UsageError("calibration is for static activations, and no method here has those")
+    if arriving:
+        raise UsageError("calibration runs the model, and its weights are only arriving: give input_scales instead")
+    places: dict[str, Place] = {verdict.name: verdict.place for verdict in static if verdict.name not in given}
+    return given | calibrated_scales(model, places, calibration)
 
 
 def _require_bitsandbytes() -> None:
@@ -207,18 +222,25 @@ def _require_bitsandbytes() -> None:
         raise BackendNotInstalledError("bitsandbytes", "bitsandbytes", "pip install bitsandbytes", kind="method")
 
 
-def _by_bitsandbytes(weight: torch.Tensor, scheme: Scheme, compress_statistics: bool) -> CanonicalWeight:
+def _by_bitsandbytes(compress_statistics: bool) -> Rounding:
+    """bitsandbytes' own rounding; with `compress_statistics` it quantizes the scales too."""
     from bitsandbytes import functional
 
-    n, k = weight.shape
-    kind = "nf4" if scheme.weight.element == "nf4" else "fp4"
-    packed, state = functional.quantize_4bit(
-        weight, blocksize=_BITSANDBYTES_BLOCK, compress_statistics=compress_statistics, quant_type=kind
-    )
-    absmax = state.absmax
-    if state.nested:
-        absmax = functional.dequantize_blockwise(absmax, state.state2) + state.offset
-    stored = to_array(packed).view(np.uint8).reshape(n, k // 2)
-    codes = ((stored & 15) << 4) | (stored >> 4)  # the even index is the high nibble there, the low one here
-    scale = to_array(absmax).astype(np.float32).reshape(n, k // _BITSANDBYTES_BLOCK)
-    return CanonicalWeight(scheme, n, k, {"codes": codes, "scale": scale})
+    def rounding(weight: torch.Tensor, scheme: Scheme) -> Iterator[tuple[int, CanonicalWeight]]:
+        n, k = weight.shape
+        kind = "nf4" if scheme.weight.element == "nf4" else "fp4"
+        packed, state = functional.quantize_4bit(
+            weight.cpu().float(),
+            blocksize=_BITSANDBYTES_BLOCK,
+            compress_statistics=compress_statistics,
+            quant_type=kind,
+        )
+        absmax = state.absmax
+        if state.nested:
+            absmax = functional.dequantize_blockwise(absmax, state.state2) + state.offset
+        stored = to_array(packed).view(np.uint8).reshape(n, k // 2)
+        codes = ((stored & 15) << 4) | (stored >> 4)  # the even index is the high nibble there, the low one here
+        scale = to_array(absmax).astype(np.float32).reshape(n, k // _BITSANDBYTES_BLOCK)
+        yield 0, CanonicalWeight(scheme, n, k, {"codes": codes, "scale": scale})
+
+    return rounding

@@ -69,14 +69,17 @@ class Renames:
         return ""
 
 
-def renames_of(model: nn.Module, stored: Sequence[str], key_mapping: Mapping[str, str] | None = None) -> Renames:
+def renames_of(model: nn.Module, stored: Sequence[str] | None, key_mapping: Mapping[str, str] | None = None) -> Renames:
     """A caller's `key_mapping` (expression -> replacement, as `re.sub` takes them), or transformers' rules for `model`.
 
-    `stored` are the checkpoint's tensors. Raises UsageError for an entry that is no expression or fits no tensor.
+    `stored` are the checkpoint's tensors, None where nobody knows them ahead. Raises UsageError for an entry that is no
+    expression or fits no tensor.
     """
     if key_mapping is None:
         return _of_transformers(model)
     mappings = [_KeyMapping(pattern, replacement) for pattern, replacement in key_mapping.items()]
+    if stored is None:
+        return Renames(mappings, always=True)
     names = list(stored)
     for pattern, mapping in zip(key_mapping, mappings, strict=True):
         renamed = [mapping.rename_source_key(name) for name in names]

@@ -1,4 +1,4 @@
-"""What a model has to quantize: its linear layers, what each of them gets, and why some get nothing."""
+"""What a model has to quantize, linear layers and stacks of experts: what each gets, and why some get nothing."""
 
 from __future__ import annotations
 
@@ -12,30 +12,34 @@ from torch import nn
 
 from omniplat.errors import UsageError
 from omniplat.models.advice import FLOAT_COMPONENT_REASON, FLOAT_COMPONENTS, is_diffusion, why_sensitive
-from omniplat.modules.layers import ModelLinear
-from omniplat.modules.places import WRAPPED, Place, places_of, why_not
+from omniplat.modules.experts import ExpertsForm, experts_form, holds_stacks
+from omniplat.modules.layers import ModelExperts, ModelLinear
+from omniplat.modules.places import WRAPPED, Place, places_of, require_none, why_not
 from omniplat.online import Method, Routing, ignored_by
 from omniplat.packing import family_of
 from omniplat.registry import MODELS, Registry
 
 #: A transformer block in a module's path, the outermost.
 _BLOCK = re.compile(r"(.*?(?:^|\.)(?:\w*blocks|layers?|h)\.\d+)(?:\.|$)")
-#: Tensors that hold all experts of a layer.
-_STACKS = ("gate_up_proj", "gate_proj", "up_proj", "w13", "down_proj", "w2")
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one linear layer gets: a method, or none and the reason. `is_advice` where nobody asked for that.
+    """What one layer gets, linear or experts in stacks: a method, or none and the reason.
 
-    `model` is the configuration of the model that the layer belongs to.
+    `name`      in what was surveyed; `place.name` is that in its component.
+    `model`     the configuration of the model that the layer belongs to.
+    `is_advice` nobody asked for leaving it alone.
+    `form`      of experts that get a method; None for linear layers.
     """
 
+    name: str
     place: Place
     method: Method | None
     reason: str
     model: Mapping[str, Any]
     is_advice: bool = False
+    form: ExpertsForm | None = None
 
 
 def components_of(model: object) -> dict[str, nn.Module]:
@@ -80,9 +84,23 @@ def adapter_modules(model: object) -> frozenset[int]:
 
 
 class Survey:
-    """The linear layers of a model under a routing. Raises UsageError for what cannot be meant."""
+    """The linear layers and stacks of experts of a model under a routing. Raises UsageError for what cannot be meant.
 
-    def __init__(self, model: object, routing: Routing, registry: Registry) -> None:
+    `arriving`  weights come from elsewhere: the model may be on `meta`.
+    `calibrated`    static scales of inputs will be found.
+    """
+
+    def __init__(
+        self,
+        model: object,
+        routing: Routing,
+        registry: Registry,
+        *,
+        arriving: bool = False,
+        calibrated: bool = False,
+    ) -> None:
+        self._arriving = arriving
+        self._calibrated = calibrated
         self.places = all_places(model)
         self._routing = routing
         self._whole = config_of(model) if isinstance(model, nn.Module) else {"_class_name": type(model).__name__}
@@ -90,53 +108,86 @@ class Survey:
         self._families = [family for name in registry.names(MODELS) for family in registry.load(MODELS, name)]
         self._shared = Counter(id(p) for place in self.places.values() for p in place.module._parameters.values())
         self._adapters = adapter_modules(model)
-        self._linears = {name: p for name, p in self.places.items() if isinstance(p.module, nn.Linear)}
-        self._stacks = [name for name, place in self.places.items() if _holds_stacks(place.module)]
+        self._layers = {
+            name: place
+            for name, place in self.places.items()
+            if isinstance(place.module, nn.Linear) or holds_stacks(place.module)
+        }
         self._require_fresh()
         self._require_components()
         self._kept = self._leading_blocks()
         self._ignored = self._ignored_layers()
 
     def verdicts(self) -> list[Verdict]:
-        """One for every linear layer, in the model's order."""
-        for name in self._stacks:
-            if self._routing.of(name) is not None and name not in self._ignored:
-                raise UsageError(
-                    f"{name}: experts in one tensor are not quantized online; name it in ignored_layers, or load a "
-                    "quantized checkpoint (omniplat.load_into)"
-                )
-        found = [self._verdict(name, place) for name, place in self._linears.items()]
-        problems = [f"{v.place.name}: {why}" for v in found if v.method is not None and (why := _problem(v))]
-        if problems:
-            raise UsageError("cannot be quantized; ignored_layers leaves them out:\n  " + "\n  ".join(problems[:5]))
+        """One for every layer, in the model's order."""
+        found = [self._verdict(name, place) for name, place in self._layers.items()]
+        problems = [f"{v.place.name}: {why}" for v in found if v.method is not None and (why := self._problem(v))]
+        require_none("cannot be quantized; ignored_layers leaves them out", problems)
         self._require_some(found)
         return found
 
     def _verdict(self, name: str, place: Place) -> Verdict:
         config, local = self._model_of(name)
         method = self._routing.of(name)
+
+        def stays(reason: str, *, is_advice: bool = False) -> Verdict:
+            return Verdict(name, place, None, reason, config, is_advice)
+
         if method is None:
-            return Verdict(place, None, "no method for this component", config)
+            return stays("no method for this component")
         if id(place.module) in self._adapters:
-            return Verdict(place, None, "part of an adapter", config)
+            return stays("part of an adapter")
         if self._routing.component_of(name) is None and FLOAT_COMPONENTS.fullmatch(name.partition(".")[0]):
-            return Verdict(place, None, FLOAT_COMPONENT_REASON, config, True)
+            return stays(FLOAT_COMPONENT_REASON, is_advice=True)
         if name in self._ignored:
-            return Verdict(place, None, self._ignored[name], config)
+            return stays(self._ignored[name])
         if name in self._kept:
-            return Verdict(place, None, f"num_bf16_fallback_layers={method.leading_blocks}", config)
+            return stays(f"num_bf16_fallback_layers={method.leading_blocks}")
         if method.keep_sensitive and (reason := why_sensitive(local, config)):
-            return Verdict(place, None, reason, config, True)
+            return stays(reason, is_advice=True)
         if any(self._shared[id(p)] > 1 for p in place.module._parameters.values() if p is not None):
-            return Verdict(place, None, "its weight is another module's too", config, True)
+            return stays("its weight is another module's too", is_advice=True)
         if isinstance(place.owner, nn.MultiheadAttention):
-            return Verdict(place, None, why_not(place), config, True)
-        return Verdict(place, method, method.name, config)
+            return stays(why_not(place), is_advice=True)
+        if isinstance(place.module, nn.Linear):
+            return Verdict(name, place, method, method.name, config)
+        try:
+            form = experts_form(place.module)
+        except UsageError as exc:
+            raise UsageError(f"{name} {exc}; ignored_layers leaves it out") from exc
+        return Verdict(name, place, method, method.name, config, form=form)
+
+    def _problem(self, verdict: Verdict) -> str:
+        """Why the layer's method cannot run on it; "" where it can."""
+        method, module = verdict.method, verdict.place.module
+        assert method is not None
+        if verdict.form is None:
+            assert isinstance(module, nn.Linear)
+            if why := why_not(verdict.place):
+                return why
+            weights, columns = [module.weight], [module.in_features]
+        else:
+            if verdict.form.gate is None:
+                return "shows neither an act_fn nor a gate: what its experts compute is not known"
+            if method.is_static:
+                return "holds experts, whose second input nobody sees: they have no static activations"
+            weights, columns = list(module.parameters()), [verdict.form.hidden, verdict.form.intermediate]
+        for weight in weights:
+            if weight.is_meta and not self._arriving:
+                return "is on meta: it has no values"
+            if not weight.is_floating_point():
+                return f"is {weight.dtype}"
+        for width in columns:
+            if method.weight.granularity == "group" and width % method.weight.group_size:
+                return f"{width} columns are not a multiple of {method.name}'s group of {method.weight.group_size}"
+        if method.is_static and not self._calibrated and verdict.place.name not in method.input_scales:
+            return "has no entry in input_scales"
+        return ""
 
     # -- what cannot be meant -----------------------------------------------------------------------
 
     def _require_fresh(self) -> None:
-        done = [name for name, place in self.places.items() if isinstance(place.module, ModelLinear)]
+        done = [name for name, place in self.places.items() if isinstance(place.module, (ModelLinear, ModelExperts))]
         if done:
             raise UsageError(f"is quantized already ({done[0]} and {len(done) - 1} more): omniplat.restore undoes it")
 
@@ -151,15 +202,16 @@ class Survey:
         wanted: dict[str | None, Method] = {k: m for k, m in self._routing.components.items() if m is not None}
         if self._routing.default is not None:
             wanted[None] = self._routing.default
-        by_name = dict(zip(self._linears, found, strict=True))
         for component, method in wanted.items():
-            own = [v for name, v in by_name.items() if self._routing.component_of(name) == component]
+            own = [verdict for verdict in found if self._routing.component_of(verdict.name) == component]
             unreached = component is None and not own and self._routing.components
             if unreached or any(verdict.method is not None for verdict in own):
                 continue
             label = f"component {component!r}" if component is not None else "the model"
             if not own:
-                raise UsageError(f"{label} has no linear layers: there is nothing for {method.name} to quantize")
+                raise UsageError(
+                    f"{label} has neither linear layers nor experts: there is nothing for {method.name} to quantize"
+                )
             reasons = "; ".join(f"{count} x {text}" for text, count in Counter(v.reason for v in own).most_common(4))
             raise UsageError(f"{label} has nothing for {method.name} to quantize: {reasons}")
 
@@ -206,9 +258,7 @@ class Survey:
                 continue
             prefix = f"{component}." if component is not None else ""
             names = [
-                name.removeprefix(prefix)
-                for name in (*self._linears, *self._stacks)
-                if self._routing.component_of(name) == component
+                name.removeprefix(prefix) for name in self._layers if self._routing.component_of(name) == component
             ]
             root = self.places[component].module if component is not None else None
             config = config_of(root) if root is not None else self._whole
@@ -217,34 +267,7 @@ class Survey:
                 hits = ignored_by(entry, names, parts_of)
                 hits |= {n.removeprefix(prefix) for n in ignored_by(entry, [prefix + n for n in names], parts_of)}
                 if not hits:
-                    raise UsageError(f"ignored_layers: {entry!r} names no linear layer of the model")
+                    raise UsageError(f"ignored_layers: {entry!r} names no layer of the model")
                 for name in hits:
                     found.setdefault(prefix + name, f"ignored_layers[{entry!r}]")
         return found
-
-
-def _holds_stacks(module: nn.Module) -> bool:
-    return any(
-        tensor is not None and tensor.dim() == 3 and name in _STACKS for name, tensor in module._parameters.items()
-    )
-
-
-def _problem(verdict: Verdict) -> str:
-    """Why the layer's method cannot run on it; "" where it can."""
-    assert verdict.method is not None
-    linear, weight = verdict.place.module, verdict.method.weight
-    assert isinstance(linear, nn.Linear)
-    if why := why_not(verdict.place):
-        return why
-    if linear.weight.is_meta:
-        return "is on meta: it has no values"
-    if not linear.weight.is_floating_point():
-        return f"is {linear.weight.dtype}"
-    if weight.granularity == "group" and linear.in_features % weight.group_size:
-        return (
-            f"{linear.in_features} columns are not a multiple of {verdict.method.name}'s group of {weight.group_size}"
-        )
-    static = verdict.method.activation is not None and not verdict.method.activation.dynamic
-    if static and verdict.place.name not in verdict.method.input_scales:
-        return "has no entry in input_scales"
-    return ""

@@ -31,7 +31,7 @@ from omniplat.scheme import Scheme
 Rounding = Callable[[torch.Tensor, Scheme], Iterator[tuple[int, CanonicalWeight]]]
 
 #: Elements that are rounded at once: bounds what rounding needs beside the weight, a few float64 for each.
-_ELEMENTS = 1 << 18
+_ELEMENTS = 1 << 16
 
 
 def round_to_nearest(weight: torch.Tensor, scheme: Scheme) -> Iterator[tuple[int, CanonicalWeight]]:
@@ -115,11 +115,14 @@ class _Matrices:
         self._columns = columns
         self._weights: dict[tuple[int, int], Pieces] = {}
         self._biases: dict[tuple[int, int], Pieces] = {}
+        #: Weights and biases that are not whole.
+        self.left = 0
 
     def expect(self, name: str, rows: int, row: int, *, bias: bool, expert: int = 0) -> None:
         self._weights[expert, row] = Pieces(name, rows, self._columns)
         if bias:
             self._biases[expert, row] = Pieces(f"{name}.bias", rows)
+        self.left += 1 + bias
 
     def put(self, tensor: torch.Tensor, row: int, rows: range | None, columns: range | None, expert: int = 0) -> None:
         pieces = self._weights[expert, row]
@@ -127,11 +130,12 @@ class _Matrices:
             return
         for start, weight in self._rounding(pieces.take(), self._scheme):
             self._assembly.put(weight, row + start, module=pieces.name, expert=expert)
+        self.left -= 1
 
     def put_bias(self, tensor: torch.Tensor, row: int, rows: range | None, expert: int = 0) -> None:
         if (expert, row) not in self._biases:
             raise InvalidCheckpointError("has a bias, the layer has none", key=self._weights[expert, row].name)
-        self._biases[expert, row].put(tensor, rows)
+        self.left -= self._biases[expert, row].put(tensor, rows)
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -188,6 +192,10 @@ class OnlineLinear:
     def put_bias(self, tensor: torch.Tensor, part: int = 0, *, rows: range | None = None) -> None:
         """Take the piece of a part's bias that covers `rows`."""
         self._matrices.put_bias(tensor, self._starts[part], rows)
+
+    @property
+    def complete(self) -> bool:
+        return not self._matrices.left
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -251,6 +259,10 @@ class OnlineExperts:
     def put_bias(self, tensor: torch.Tensor, expert: int, *, down: bool, rows: range | None = None) -> None:
         """Take the piece of an expert's bias, [2I] or with `down` [K], that covers `rows`."""
         (self._w2 if down else self._w13).put_bias(tensor, 0, rows, expert)
+
+    @property
+    def complete(self) -> bool:
+        return not self._w13.left + self._w2.left
 
     @property
     def missing(self) -> tuple[str, ...]:

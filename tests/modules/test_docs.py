@@ -20,8 +20,9 @@ def test_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.chdir(tmp_path)
     write_checkpoint(Path("checkpoint"), Scheme.parse("mxfp8/a16"), tiny.SIZES)
     snippets = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(snippets) == 4
-    names: dict[str, Any] = {"model": tiny.decoder()}
+    assert len(snippets) == 5
+    names: dict[str, Any] = {"model": tiny.decoder(), "build": tiny.decoder}
+    tiny.write_unquantized(Path("unquantized"), tiny.decoder())
     exec(snippets[0], names)
     names["model"] = tiny.decoder()  # the second is about a model that is not quantized
     for snippet in snippets[1:]:

@@ -13,7 +13,7 @@ from torch import nn
 import omniplat
 from omniplat import oracle
 from omniplat.errors import BackendNotInstalledError, UnsupportedCombinationError, UsageError
-from omniplat.modules.layers import ModelLinear
+from omniplat.modules.layers import ModelExperts, ModelLinear
 from omniplat.online import METHODS, parse_method
 from omniplat.scheme import Scheme
 from tests.modules import tiny
@@ -220,7 +220,7 @@ def test_ignored_layers(entry: str, left: set[str]) -> None:
 @pytest.mark.parametrize("entry", ["blocks.1.attn", "locks.1", "to_q", "blocks.?", "re:attn1", "*.nothing"])
 def test_an_entry_that_names_nothing_is_an_error(entry: str) -> None:
     model = WanTransformer3DModel()
-    with pytest.raises(UsageError, match="names no linear layer"):
+    with pytest.raises(UsageError, match="names no layer of the model"):
         omniplat.quantize_model(model, {"method": "mxfp8", "ignored_layers": ["blocks.1", entry]}, "cpu")
     assert not quantized(model)
 
@@ -262,7 +262,7 @@ def test_the_longest_prefix_counts() -> None:
 
 def test_a_component_with_nothing_to_quantize_says_so() -> None:
     for routing, reason in (
-        ({"vae": "mxfp8"}, "component 'vae' has no linear layers"),
+        ({"vae": "mxfp8"}, "component 'vae' has neither linear layers nor experts"),
         ({"transformer_3": "mxfp8"}, "no component 'transformer_3'; the model has: .*transformer, transformer_2, vae"),
     ):
         with pytest.raises(UsageError, match=reason):
@@ -346,12 +346,64 @@ def test_adapters_stay_as_they_are() -> None:
 
 
 def test_stacked_experts_are_never_left_silently() -> None:
-    sizes = tiny.EXPERT_SIZES
-    model = tiny.Decoder(tiny.Body(sizes, tiny.StackedExperts(sizes)))
-    with pytest.raises(UsageError, match="experts in one tensor are not quantized online"):
-        omniplat.quantize_model(model, "mxfp8", "cpu")
-    omniplat.quantize_model(model, {"method": "mxfp8", "ignored_layers": ["*.experts"]}, "cpu")
-    assert len(quantized(model)) == 4
+    name = "model.layers.0.mlp.experts"
+
+    def without_gate(model: nn.Module) -> None:
+        del model.get_submodule(name).act_fn
+
+    def of_another_form(model: nn.Module) -> None:
+        model.get_submodule(name).has_post_expert_norm = True
+
+    def hooked(model: nn.Module) -> None:
+        model.get_submodule(name).forward = lambda *_: None
+
+    def of_unknown_gate(model: nn.Module) -> None:
+        model.get_submodule(name).act_fn = nn.Hardswish()
+
+    for change, reason in (
+        (without_gate, "shows neither an act_fn nor a gate"),
+        (of_another_form, "which normalizes what each expert returns"),
+        (hooked, "with a forward of its own"),
+        (of_unknown_gate, "whose gate is none of silu, "),
+    ):
+        model = tiny.stacked()
+        change(model)
+        with pytest.raises(UsageError, match=rf"{name}.*{reason}.*|(?s:.*{name}: {reason})"):
+            omniplat.quantize_model(model, "mxfp8", "cpu")
+        assert not quantized(model)
+        plan = omniplat.quantize_model(model, {"method": "mxfp8", "ignored_layers": ["*.experts"]}, "cpu")
+        assert len(quantized(model)) == 4
+        assert plan.layer(name).status == "unquantized"
+        assert plan.layer(name).decided_by.rule == "ignored_layers['*.experts']"
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8", "mxfp4", "nvfp4", "int4"])
+def test_stacked_experts_compute_what_the_oracle_does(method: str) -> None:
+    model, name = tiny.stacked(), "model.layers.0.mlp.experts"
+    stack = model.get_submodule(name)
+    assert isinstance(stack, tiny.Stack)
+    parsed = parse_method({"method": method, **WIDE.get(method, {})})
+    plan = omniplat.quantize_model(model, {"method": method, **WIDE.get(method, {})}, "cpu")
+    assert plan.layer(name).op == "moe"
+    assert plan.layer(name).stored == STORED[method].partition("/")[0]
+    experts = model.get_submodule(name)
+    assert isinstance(experts, ModelExperts)
+    x = tiny.rows()
+    ids, weights = tiny.route(x, 3)
+    w13, w2 = (
+        oracle.dequantize(oracle.quantize_weight(tensor.detach().numpy(), parsed.weight))
+        for tensor in (stack.gate_up_proj, stack.down_proj)
+    )
+    with torch.no_grad():
+        stack.gate_up_proj.copy_(torch.from_numpy(w13))
+        stack.down_proj.copy_(torch.from_numpy(w2))
+        expected = stack(x, ids, weights)
+        found = experts(x, ids, weights)
+    error = float((found - expected).norm() / expected.norm())
+    assert error < (1e-5 if parsed.activation is None else 0.3)
+    assert (error > 1e-4) == (parsed.activation is not None)
+    omniplat.restore(model)
+    assert model.get_submodule(name) is stack
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 
 from omniplat.conformance.checkpoint import Sizes
@@ -65,13 +68,19 @@ class Stack(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
+        self.act_fn = nn.SiLU()
         self.gate_up_proj = nn.Parameter(torch.empty(sizes.experts, 2 * sizes.inner, sizes.hidden))
         self.down_proj = nn.Parameter(torch.empty(sizes.experts, sizes.hidden, sizes.inner))
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        raise AssertionError("is replaced")
+        y = torch.zeros_like(hidden_states)
+        for expert in range(self.gate_up_proj.shape[0]):
+            gate, up = F.linear(hidden_states, self.gate_up_proj[expert]).chunk(2, dim=-1)
+            share = (top_k_weights * (top_k_index == expert)).sum(dim=-1, keepdim=True)
+            y += F.linear(self.act_fn(gate) * up, self.down_proj[expert]) * share
+        return y
 
 
 class StackedExperts(nn.Module):
@@ -131,6 +140,23 @@ class Adapter(nn.Module):
 
 def decoder() -> Decoder:
     return Decoder(Body(SIZES, Mlp(SIZES.hidden, SIZES.inner)))
+
+
+def stacked() -> Decoder:
+    """With experts in stacks, and values in them."""
+    model = Decoder(Body(EXPERT_SIZES, StackedExperts(EXPERT_SIZES)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+def write_unquantized(folder: Path, model: nn.Module) -> None:
+    """The model's weights as a checkpoint."""
+    folder.mkdir(exist_ok=True)
+    save_file(dict(model.state_dict()), folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
 
 
 def rows(count: int = 5, seed: int = 0) -> torch.Tensor:
