@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from omniplat.checkpoint.folder import Component
 from omniplat.checkpoint.modules import WEIGHT_LEAVES, group_modules
@@ -23,12 +23,16 @@ MAX_KEYS = 12
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Metadata of one component: `declaration` is None where there is none, or where it cannot be used."""
+    """Metadata of one component: `declaration` is None where there is none, or where it cannot be used.
+
+    `parts_of` maps an engine's names to checkpoint names, as the declaration's reader was given it.
+    """
 
     declaration: Declaration | None
     format: str
     findings: tuple[Finding, ...]
     has_metadata: bool
+    parts_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def read_metadata(component: Component, formats: Sequence[Format], parts_of: Mapping[str, tuple[str, ...]]) -> Read:
@@ -64,7 +68,7 @@ def read_metadata(component: Component, formats: Sequence[Format], parts_of: Map
         conflict = _conflict(declaration, other, other_owner, component, parts_of)
         if conflict is not None:
             findings.append(conflict)
-    return Read(declaration, owner.name, tuple(findings), True)
+    return Read(declaration, owner.name, tuple(findings), True, parts_of)
 
 
 def unusable(read: Read, exc: UnsupportedOptionError, component: Component) -> Read:

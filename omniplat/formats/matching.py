@@ -28,15 +28,27 @@ _FEW = 64
 MAX_PATTERN = 10_000
 
 
+@dataclass(slots=True)
+class _Spent:
+    """What the patterns of one component have cost: time, and how often one was evaluated against a name."""
+
+    seconds: float = 0.0
+    evaluations: int = 0
+
+
 class ModuleIndex:
     """The module names of one component, sorted; counts how often a pattern is evaluated against a name."""
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str], beside: ModuleIndex | None = None) -> None:
+        """Other names of the modules of `beside` count together with those."""
         self.names: list[str] = sorted(names)
         self._all = frozenset(self.names)
         self._reversed: list[str] = []
-        self._seconds = 0.0
-        self.pattern_evaluations = 0
+        self._spent: _Spent = _Spent() if beside is None else beside._spent
+
+    @property
+    def pattern_evaluations(self) -> int:
+        return self._spent.evaluations
 
     def __contains__(self, name: str) -> bool:
         return name in self._all
@@ -130,12 +142,12 @@ class ModuleIndex:
         found = []
         start = time.monotonic()
         for name in self.names if names is None else names:
-            self.pattern_evaluations += 1
+            self._spent.evaluations += 1
             if test(name):
                 found.append(name)
-            if self._seconds + time.monotonic() - start > MAX_SECONDS:
+            if self._spent.seconds + time.monotonic() - start > MAX_SECONDS:
                 raise UnsupportedOptionError(f"the patterns of the rules take more than {MAX_SECONDS:.0f} s")
-        self._seconds += time.monotonic() - start
+        self._spent.seconds += time.monotonic() - start
         return found
 
 

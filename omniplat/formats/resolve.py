@@ -15,6 +15,7 @@ from omniplat.checkpoint.modules import Module, group_modules
 from omniplat.errors import UnsupportedOptionError
 from omniplat.findings import Finding, finding
 from omniplat.formats.agreement import agrees, hint_from_headers, settled, stored_id
+from omniplat.formats.aliases import Aliases
 from omniplat.formats.declared import NOT_QUANTIZED, READINGS, Declaration, Declared, Refusal, Rule
 from omniplat.formats.detect import Read, unusable
 from omniplat.formats.idle import idle_findings
@@ -22,6 +23,7 @@ from omniplat.formats.matching import ModuleIndex
 from omniplat.formats.notes import Notes
 from omniplat.formats.recognise import CODE_SCALES, CODES, QUANT_LEAVES, SHAPE_LEAF, Stored, recognise, small_values
 from omniplat.formats.resolved import DecidedBy, ResolvedModule
+from omniplat.formats.rule_hits import RuleHits
 from omniplat.formats.stated import STATED_SHAPES, stated_shapes
 from omniplat.models.family import has_suffix
 from omniplat.models.names import is_embedding, is_norm, keeps_float
@@ -100,6 +102,7 @@ class _Resolver:
         self._declaration = read.declaration
         self._has_metadata = read.has_metadata
         self._index = index
+        self._rule_hits = RuleHits(index, Aliases(index, read.parts_of), self._stored_as)
         self._notes = Notes()
         self._looks: dict[object, int] = {}
         self._kinds: dict[str, int] = {}
@@ -121,7 +124,7 @@ class _Resolver:
     def _assign(self, declaration: Declaration) -> None:
         for rule in sorted(declaration.rules, key=lambda item: item.rank):
             self._rules.setdefault(rule.key, rule)
-            hits = self._hits_of(rule, declaration.file)
+            hits = self._rule_hits.of(rule, declaration.file)
             self._hits.setdefault(rule.key, hits)
             for reading, names in hits.items():
                 assigned = self._assigned[reading]
@@ -132,21 +135,16 @@ class _Resolver:
                 self._refused.setdefault(name, refusal)
         if declaration.not_layers is not None:
             self._no_layers = frozenset(declaration.not_layers.hits(self._index))
-        if declaration.scope is not None:
-            self._scope = frozenset(declaration.scope.hits(self._index))
+        self._scope = self._rule_hits.of_scope(declaration)
+        for written, respelled in self._rule_hits.respelled.items():
+            fix = "write the entries in the checkpoint's own names"
+            for name in respelled:
+                self._notes.add(name, "rule-readings-differ", file=declaration.file, rule=written, fix=fix)
         if declaration.unlisted is not None:
             self._unlisted = frozenset(declaration.unlisted.hits(self._index))
 
-    def _hits_of(self, rule: Rule, file: str) -> dict[str, frozenset[str]]:
-        """The modules that a rule hits under each reading; a matcher that several readings share is asked once."""
-        found: dict[int, frozenset[str]] = {}
-        try:
-            for matcher in map(rule.matcher, READINGS):
-                if id(matcher) not in found:
-                    found[id(matcher)] = frozenset(matcher.hits(self._index))
-        except UnsupportedOptionError as exc:
-            raise UnsupportedOptionError(exc.problem, file=file, key=rule.key) from exc
-        return {reading: found[id(rule.matcher(reading))] for reading in READINGS}
+    def _stored_as(self, name: str, declared: Declared) -> bool:
+        return self._agreed(self._modules[name], declared) is not None
 
     def resolve(self, module: Module) -> ResolvedModule | None:
         """The resolved module; None where it has no matrix (norms, convolutions, tables)."""

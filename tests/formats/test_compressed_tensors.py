@@ -137,7 +137,7 @@ def test_null_empty_and_partly_idle_lists(tmp_path: Path, ignore: Any) -> None:
 
 
 def test_a_list_of_which_nothing_matches_is_an_error(tmp_path: Path) -> None:
-    found = resolve(tmp_path, config(LINEAR_FP8, ignore=("model.language_model.q",)), fp8_channel("model.q", 64, 64))
+    found = resolve(tmp_path, config(LINEAR_FP8, ignore=("model.talker.q",)), fp8_channel("model.q", 64, 64))
     idle = only(found, "rule-matches-nothing")
     assert idle.severity == "error"
     assert "model.q" in idle.fix

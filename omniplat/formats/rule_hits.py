@@ -1,0 +1,66 @@
+"""Which modules a rule names: in the checkpoint's own names, else in those that the modules have elsewhere."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from omniplat.errors import UnsupportedOptionError
+from omniplat.formats.aliases import Aliases, AliasIndex
+from omniplat.formats.declared import READINGS, Declaration, Declared, Rule
+from omniplat.formats.matching import Matcher, ModuleIndex
+
+#: Modules by reading.
+Hits = dict[str, frozenset[str]]
+
+
+class RuleHits:
+    """Asks rules for their modules.
+
+    A rule that names nothing in the checkpoint's names is asked once more in engines' names, then in other spellings
+    (`aliases.py`). There it names only what `agrees` says is stored as the rule declares: another name is a guess at
+    what was meant, and the tensors confirm it or there is none. `respelled` collects those modules by the rule's list.
+    """
+
+    def __init__(self, index: ModuleIndex, aliases: Aliases, agrees: Callable[[str, Declared], bool]) -> None:
+        self._index = index
+        self._aliases = aliases
+        self._agrees = agrees
+        self.respelled: dict[str, set[str]] = defaultdict(set)
+
+    def of(self, rule: Rule, file: str) -> Hits:
+        """The modules that a rule names under each reading; a matcher that several readings share is asked once.
+
+        Raises UnsupportedOptionError, naming `file` and rule, for an expression that could take unboundedly long.
+        """
+        matchers = {id(matcher): matcher for matcher in map(rule.matcher, READINGS)}
+        try:
+            found = {key: frozenset(matcher.hits(self._index)) for key, matcher in matchers.items()}
+            if rule.must_hit and not any(found.values()):
+                found = self._elsewhere(rule, matchers)
+        except UnsupportedOptionError as exc:
+            raise UnsupportedOptionError(exc.problem, file=file, key=rule.key) from exc
+        return {reading: found[id(rule.matcher(reading))] for reading in READINGS}
+
+    def _elsewhere(self, rule: Rule, matchers: dict[int, Matcher]) -> dict[int, frozenset[str]]:
+        def confirmed(names: AliasIndex, matcher: Matcher) -> frozenset[str]:
+            return frozenset(name for name in names.hits(matcher) if self._agrees(name, rule.declared))
+
+        found = {key: confirmed(self._aliases.engine, matcher) for key, matcher in matchers.items()}
+        if not any(found.values()):
+            found = {key: confirmed(self._aliases.spelled, matcher) for key, matcher in matchers.items()}
+            if any(found.values()):
+                self.respelled[rule.kind].update(*found.values())
+        return found
+
+    def of_scope(self, declaration: Declaration) -> frozenset[str] | None:
+        """The modules that the default covers, likewise; None for all. The tensors decide on each of them later."""
+        if declaration.scope is None:
+            return None
+        own = frozenset(declaration.scope.hits(self._index))
+        if own or not declaration.scope_key:
+            return own
+        other = frozenset(self._aliases.spelled.hits(declaration.scope))
+        if other:
+            self.respelled[declaration.scope_key].update(other)
+        return other
