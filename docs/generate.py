@@ -2,6 +2,7 @@
 
 python docs/generate.py [--check]              the plan's JSON Schema, the table of findings, the support matrix
 python docs/generate.py --corpus [--check]     the table of checkpoints; needs OMNIPLAT_CORPUS
+python docs/generate.py --quality              what methods cost real models; needs the libraries that the page names
 """
 
 from __future__ import annotations
@@ -96,7 +97,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     parser.add_argument("--corpus", action="store_true", help="the pages that need OMNIPLAT_CORPUS")
+    parser.add_argument("--quality", action="store_true", help="the page of figures that depend on the machine")
     arguments = parser.parse_args()
+    if arguments.quality:
+        if arguments.check:
+            parser.error("--quality writes measurements; the tests hold them to bounds (tests/modules/test_quality.py)")
+        from tests.quality.page import write_page
+
+        write_page(ROOT / "docs")
+        return 0
     if arguments.corpus:
         pages = {"docs/checkpoints.md": checkpoints_page()}
     else:

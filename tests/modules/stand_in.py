@@ -61,6 +61,17 @@ def online(linear: nn.Linear, method: Method, name: str = "", errors: Errors | N
     return StandIn(used, method.activation, linear.bias, inputs, errors=errors)
 
 
+def of_noise(linears: Mapping[str, nn.Linear], method: Method, seed: int) -> dict[str, StandIn]:
+    """Stand-ins in which every rounding error, of weights and inputs, has a random sign: noise of the same sizes in the
+    same places, which has nothing to do with the values."""
+    random = np.random.default_rng(seed)
+
+    def shuffled(errors: Array) -> Array:
+        return errors * random.choice((-1.0, 1.0), size=errors.shape)
+
+    return {name: online(layer, method, name, shuffled) for name, layer in linears.items()}
+
+
 def dequantized(weight: Array, method: Method) -> Array:
     """The weight's values after rounding to nearest by the oracle, or by bitsandbytes itself: float64 [N, K]."""
     if method.name != "bitsandbytes":

@@ -14,25 +14,12 @@ from torch import nn
 
 import omniplat
 from omniplat.modules.layers import ModelLinear
-from omniplat.online import METHODS, parse_method
+from omniplat.online import parse_method
 from tests.modules.models import MODELS, make, run
 from tests.modules.stand_in import online, put_in_place
+from tests.quality.variants import VARIANTS
 
-#: Every method, and what of its options decides a scheme.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "fp8": {"method": "fp8"},
-    "fp8 per channel": {"method": "fp8", "granularity": "channel"},
-    "fp8 blocks": {"method": "fp8", "weight_block_size": [128, 128]},
-    "fp8 static": {"method": "fp8", "activation_scheme": "static"},
-    "int8": {"method": "int8"},
-    "mxfp8": {"method": "mxfp8"},
-    "mxfp4": {"method": "mxfp4"},
-    "mxfp4 dual": {"method": "mxfp4_dualscale", "num_bf16_fallback_layers": 0},
-    "nvfp4": {"method": "nvfp4"},
-    "int4": {"method": "int4"},
-    "nf4": {"method": "bitsandbytes"},
-    "fp4": {"method": "bitsandbytes", "quant_type": "fp4", "compress_statistics": False},
-}
+ALL = {**VARIANTS, "fp8, static": {"method": "fp8", "activation_scheme": "static"}}
 
 #: Relative L2 between f32 and f64 arithmetic with the same weights, over a whole model: some 20 products and norms in a
 #: row, each of which adds a few roundings of 2^-24.
@@ -43,13 +30,9 @@ ARITHMETIC = 80 * 2.0**-24
 OF_THE_NOISE = 0.1
 
 
-def test_every_method_is_here() -> None:
-    assert {options["method"] for options in VARIANTS.values()} == set(METHODS)
-
-
 def prepared(variant: str, model: Any, module: nn.Module) -> dict[str, Any]:
     """The method's options, with scales of inputs that were looked at where they are static."""
-    options = {"ignored_layers": ["*.experts"] if hasattr(module.config, "num_experts") else [], **VARIANTS[variant]}
+    options = {"ignored_layers": ["*.experts"] if hasattr(module.config, "num_experts") else [], **ALL[variant]}
     if options["method"] == "bitsandbytes":
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     if options.get("activation_scheme") == "static":
@@ -74,7 +57,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ALL)
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_are_those_of_the_dequantized_model(name: str, variant: str) -> None:
     model, module = make(name)
