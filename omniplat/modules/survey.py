@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -124,6 +125,7 @@ class Survey:
         problems = [f"{v.place.name}: {why}" for v in found if v.method is not None and (why := self._problem(v))]
         require_none("cannot be quantized; ignored_layers leaves them out", problems)
         self._require_some(found)
+        self._require_scales(found)
         return found
 
     def _verdict(self, name: str, place: Place) -> Verdict:
@@ -214,6 +216,16 @@ class Survey:
                 )
             reasons = "; ".join(f"{count} x {text}" for text, count in Counter(v.reason for v in own).most_common(4))
             raise UsageError(f"{label} has nothing for {method.name} to quantize: {reasons}")
+
+    def _require_scales(self, found: list[Verdict]) -> None:
+        """Static scales belong to layers and are positive."""
+        for component, method in ((None, self._routing.default), *self._routing.components.items()):
+            own = {v.place.name for v in found if self._routing.component_of(v.name) == component}
+            for name, scale in method.input_scales.items() if method is not None else ():
+                if name not in own:
+                    raise UsageError(f"input_scales: {name!r} is no layer of the model")
+                if not (isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0):
+                    raise UsageError(f"input_scales: {name!r}: {scale!r} is not a positive number")
 
     # -- which layers stay --------------------------------------------------------------------------
 
