@@ -18,27 +18,39 @@ _NO_WEIGHT = (
 )
 
 
+#: What autocast casts for a product.
+_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
+
+
 class _NoGradient(torch.autograd.Function):
-    """Hands on `y`, which was computed from `x`; a gradient that comes back is refused."""
+    """Hands on `y`, which was computed from `inputs`; a gradient that comes back is refused."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, name: str) -> torch.Tensor:
+    def forward(ctx: Any, y: torch.Tensor, name: str, *inputs: torch.Tensor) -> torch.Tensor:
         ctx.name = name
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[None, None, None]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, ...]:
         raise UsageError(f"{ctx.name} is quantized and has no gradient: its kernels run forward only")
 
 
-def _without_gradient(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, name: str) -> torch.Tensor:
-    """`run(x)`; where `x` wants a gradient, one that is refused when it is asked for."""
-    if not (torch.is_grad_enabled() and x.requires_grad):
-        return run(x)
+def _without_gradient(run: Callable[..., torch.Tensor], name: str, *inputs: torch.Tensor) -> torch.Tensor:
+    """`run(*inputs)`; where one of them wants a gradient, one that is refused when it is asked for."""
+    if not (torch.is_grad_enabled() and any(item.requires_grad for item in inputs)):
+        return run(*inputs)
     with torch.no_grad():
-        y = run(x.detach())
-    refusing: torch.Tensor = _NoGradient.apply(x, y, name)  # type: ignore[no-untyped-call]
+        y = run(*(item.detach() for item in inputs))
+    refusing: torch.Tensor = _NoGradient.apply(y, name, *inputs)  # type: ignore[no-untyped-call]
     return refusing
+
+
+def _autocast(x: torch.Tensor) -> torch.Tensor:
+    """`x` in the dtype that autocast, where it is on, gives the input of a linear layer."""
+    kind = x.device.type
+    if x.dtype in _AUTOCAST and torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
 
 
 class ModelLinear(QuantLinear):
@@ -55,8 +67,9 @@ class ModelLinear(QuantLinear):
         return made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As `QuantLinear.forward`; a gradient to `x` raises UsageError when it is computed."""
-        return _without_gradient(super().forward, x, self.spec.name)
+        """As `QuantLinear.forward`, in autocast's dtype where that is on, as torch's linear layers; a gradient to `x`
+        raises UsageError when it is computed."""
+        return _without_gradient(super().forward, self.spec.name, _autocast(x))
 
     @property
     def in_features(self) -> int:
@@ -96,10 +109,10 @@ class ModelExperts(QuantExperts):
         topk_weights: torch.Tensor,
         expert_map: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `QuantExperts.forward`, with weights in any floating-point dtype."""
-        weights = topk_weights.detach().float()
+        """As `QuantExperts.forward`, with weights in any floating-point dtype; a gradient to them or to `x` raises
+        UsageError when it is computed."""
 
-        def run(rows: torch.Tensor) -> torch.Tensor:
-            return super(ModelExperts, self).forward(rows, topk_ids, weights, expert_map)
+        def run(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return super(ModelExperts, self).forward(rows, topk_ids, weights.float(), expert_map)
 
-        return _without_gradient(run, x, self.spec.name)
+        return _without_gradient(run, self.spec.name, x, topk_weights)
