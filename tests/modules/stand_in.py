@@ -61,6 +61,43 @@ def online(linear: nn.Linear, method: Method, name: str = "", errors: Errors | N
     return StandIn(used, method.activation, linear.bias, inputs, errors=errors)
 
 
+class StandInExperts(nn.Module):
+    """All experts of a layer, each of three stand-ins, called as transformers calls them.
+
+    `activation` is how the layer's input is quantized where all of its rows are quantized together.
+    """
+
+    def __init__(self, layers: Mapping[tuple[int, str], StandIn], activation: TensorQuant | None = None) -> None:
+        super().__init__()
+        self.layers = layers
+        self.activation = activation
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        y = torch.zeros_like(hidden_states)
+        if self.activation is not None:
+            hidden_states = torch.from_numpy(oracle.quantize_activation(hidden_states.numpy(), self.activation))
+        for expert in top_k_index.unique().tolist():
+            rows, slots = torch.nonzero(top_k_index == expert, as_tuple=True)
+            x = hidden_states[rows]
+            gate, up = (self.layers[expert, leaf](x) for leaf in ("gate_proj", "up_proj"))
+            out = self.layers[expert, "down_proj"](nn.functional.silu(gate) * up)
+            y.index_add_(0, rows, (out * top_k_weights[rows, slots, None]).to(y.dtype))
+        return y
+
+
+def online_experts(experts: nn.Module, method: Method) -> StandInExperts:
+    """What stacked experts mean once `method` has quantized them: gate and up of an expert are one weight."""
+    layers: dict[tuple[int, str], StandIn] = {}
+    gate_up, down = (getattr(experts, name).detach().float().numpy() for name in ("gate_up_proj", "down_proj"))
+    for expert in range(len(down)):
+        gate, up = np.split(dequantized(gate_up[expert], method), 2)
+        layers |= {(expert, "gate_proj"): StandIn(gate, None), (expert, "up_proj"): StandIn(up, None)}
+        layers[expert, "down_proj"] = StandIn(dequantized(down[expert], method), method.activation)
+    return StandInExperts(layers, method.activation)
+
+
 def of_noise(linears: Mapping[str, nn.Linear], method: Method, seed: int) -> dict[str, StandIn]:
     """Stand-ins in which every rounding error, of weights and inputs, has a random sign: noise of the same sizes in the
     same places, which has nothing to do with the values."""

@@ -7,11 +7,10 @@ With OMNIPLAT_CORPUS the checkpoints of that folder are taken as well.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import omniplat
@@ -26,7 +25,7 @@ from omniplat.scheme import Scheme
 from tests.goldens.check import plan_of, rounds_to_bf16
 from tests.goldens.entries import Entry, bundled, corpus
 from tests.modules.models import Model, flux_inputs, qwen_image_inputs, run, tokens
-from tests.modules.stand_in import StandIn, put_in_place
+from tests.modules.stand_in import StandIn, StandInExperts, put_in_place
 from tests.modules.test_real_models import ARITHMETIC, OF_THE_NOISE, relative
 
 #: Class of the model -> its library and inputs.
@@ -68,26 +67,6 @@ def build(entry: Entry) -> nn.Module:
     return made.eval()
 
 
-class Experts(nn.Module):
-    """All experts of a layer, each of three stand-ins, called as transformers calls them."""
-
-    def __init__(self, layers: Mapping[tuple[int, str], StandIn]) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        y = torch.zeros_like(hidden_states)
-        for expert in top_k_index.unique().tolist():
-            rows, slots = torch.nonzero(top_k_index == expert, as_tuple=True)
-            x = hidden_states[rows]
-            gate, up = (self.layers[expert, leaf](x) for leaf in ("gate_proj", "up_proj"))
-            out = self.layers[expert, "down_proj"](nn.functional.silu(gate) * up)
-            y.index_add_(0, rows, out * top_k_weights[rows, slots, None])
-        return y
-
-
 class Reference:
     """The values behind an entry, by module of the checkpoint."""
 
@@ -111,7 +90,7 @@ class Reference:
                 experts.setdefault(container, {})[int(index), leaf] = layer
             else:
                 layers[name] = layer
-        put_in_place(model, layers | {name: Experts(found) for name, found in experts.items()})
+        put_in_place(model, layers | {name: StandInExperts(found) for name, found in experts.items()})
         state = {
             name: to_tensor(self.reader.read(info)).float()
             for name, info in self.resolution.component.tensors.items()

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import omniplat
-from omniplat.modules.layers import ModelLinear
+from omniplat.modules.layers import ModelExperts, ModelLinear
 from omniplat.online import parse_method
 from tests.modules.models import MODELS, make, run
-from tests.modules.stand_in import online, put_in_place
+from tests.modules.stand_in import online, online_experts, put_in_place
 from tests.quality.variants import VARIANTS
 
 ALL = {**VARIANTS, "fp8, static": {"method": "fp8", "activation_scheme": "static"}}
@@ -31,13 +31,19 @@ OF_THE_NOISE = 0.1
 
 
 def prepared(variant: str, model: Any, module: nn.Module) -> dict[str, Any]:
-    """The method's options, with scales of inputs that were looked at where they are static."""
-    options = {"ignored_layers": ["*.experts"] if hasattr(module.config, "num_experts") else [], **ALL[variant]}
+    """The method's options, with scales of inputs that were looked at where they are static; experts have none."""
+    options = dict(ALL[variant])
     if options["method"] == "bitsandbytes":
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     if options.get("activation_scheme") == "static":
+        options["ignored_layers"] = ["*.experts"] if stacks(module) else []
         options["input_scales"] = {name: amax / 448 for name, amax in largest_inputs(model, module).items()}
     return options
+
+
+def stacks(module: nn.Module) -> dict[str, nn.Module]:
+    """Modules that hold all experts of a layer."""
+    return {path: layer for path, layer in module.named_modules() if path.endswith(".experts")}
 
 
 def largest_inputs(model: Any, module: nn.Module) -> Mapping[str, float]:
@@ -67,12 +73,16 @@ def test_outputs_are_those_of_the_dequantized_model(name: str, variant: str) -> 
     chosen = {path for path in linears if not re.fullmatch(model.sensitive, path)}
     reference = copy.deepcopy(module)
     put_in_place(reference, {path: online(linears[path], method, path) for path in chosen})
+    if not method.ignored_layers:
+        experts = stacks(module)
+        put_in_place(reference, {path: online_experts(layer, method) for path, layer in experts.items()})
+        chosen |= set(experts)
     before, expected = run(model, module), run(model, reference)
     plain = {path: tensor.clone() for path, tensor in module.state_dict().items()}
 
     plan = omniplat.quantize_model(module, options, "cpu")
 
-    assert {path for path, layer in module.named_modules() if isinstance(layer, ModelLinear)} == chosen
+    assert {path for path, layer in module.named_modules() if isinstance(layer, (ModelLinear, ModelExperts))} == chosen
     assert {layer.name for layer in plan.layers if layer.status == "ok"} == chosen
     assert len({layer.executes for layer in plan.layers if layer.name in chosen}) == 1
     kept = {path: tensor for path, tensor in module.state_dict().items() if path.rpartition(".")[0] not in chosen}

@@ -80,17 +80,23 @@ def scale_layers(made: Any) -> None:
         hook.remove()
 
 
+def call(dtype: torch.dtype, seed: int = SEED, steps: int = STEPS) -> dict[str, Any]:
+    """What the pipeline is called with: embeddings that text encoders would give, sizes and a generator of noise."""
+    random = torch.Generator().manual_seed(1000 + seed)
+    return {
+        "prompt_embeds": torch.randn(1, _TOKENS, _WIDTH, generator=random).to(dtype),
+        "pooled_prompt_embeds": torch.randn(1, 64, generator=random).to(dtype),
+        "height": SIDE,
+        "width": SIDE,
+        "num_inference_steps": steps,
+        "generator": random,
+    }
+
+
 def generate(made: Any, seed: int = SEED, steps: int = STEPS) -> Pixels:
     """One image, uint8 [height, width, 3]."""
-    dtype = made.transformer.dtype
-    random = torch.Generator().manual_seed(1000 + seed)
-    text = torch.randn(1, _TOKENS, _WIDTH, generator=random).to(dtype)
-    pooled = torch.randn(1, 64, generator=random).to(dtype)
     with torch.no_grad():
-        (image,) = made(
-            prompt_embeds=text, pooled_prompt_embeds=pooled, height=SIDE, width=SIDE, num_inference_steps=steps,
-            generator=random, output_type="pil",
-        ).images  # fmt: skip
+        (image,) = made(**call(made.transformer.dtype, seed, steps)).images
     pixels: Pixels = np.asarray(image, np.uint8)
     return pixels
 
