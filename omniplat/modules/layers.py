@@ -79,6 +79,12 @@ class ModelLinear(QuantLinear):
     def out_features(self) -> int:
         return self.spec.out_features
 
+    @property
+    def qweight(self) -> torch.Tensor:
+        """The first of the layer's tensors, as bytes. PEFT asks for it by this name, to learn where a quantized layer
+        lies; what it holds is the kernel's business."""
+        return next(iter(self._tensors().values())).view(torch.uint8)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

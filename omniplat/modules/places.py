@@ -124,6 +124,8 @@ def why_not(place: Place) -> str:
     module = place.module
     if not isinstance(module, nn.Linear):
         return f"is {type(module).__name__}, not torch.nn.Linear"
+    if why := why_not_below(place):
+        return why
     if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
         if hasattr(module, "_hf_hook"):
             return "has a hook of accelerate: call remove_hook_from_submodules first, and dispatch the model afterwards"
@@ -143,8 +145,17 @@ def why_not(place: Place) -> str:
     return ""
 
 
+def why_not_below(place: Place) -> str:
+    """Why the module below an adapter cannot be replaced; "" where it can, or where there is no adapter."""
+    if place.attribute == WRAPPED and hasattr(place.owner, "parameter_name"):
+        return f"has an adapter on its {place.owner.parameter_name}, which is no parameter once it is quantized"
+    return ""
+
+
 def why_not_experts(place: Place, moe: MoeSpec, hidden: int) -> str:
     """As `why_not`, for a module that holds all experts of a layer: `moe` is what the checkpoint has."""
+    if why := why_not_below(place):
+        return why
     try:
         form = experts_form(place.module)
     except UsageError as exc:

@@ -103,7 +103,7 @@ def restore(model: object) -> None:
     """Put back the layers that `quantize_model` replaced: the same modules with the same values, in the mode and on
     the device that the quantized ones have.
 
-    Raises UsageError, and changes nothing, when there are none or they were not kept.
+    Raises UsageError, and changes nothing, when there are none, they were not kept, or accelerate has hooks on them.
     """
     replaced = [
         (place, place.module)
@@ -115,6 +115,9 @@ def restore(model: object) -> None:
     gone = [place.name for place, layer in replaced if not layer.original]
     if gone:
         raise UsageError(f"cannot be restored, the original layers were not kept: {', '.join(gone[:3])} ({len(gone)})")
+    hooked = [place.name for place, layer in replaced if hasattr(layer, "_hf_hook")]
+    if hooked:
+        raise UsageError(f"{hooked[0]} has a hook of accelerate: call remove_hook_from_submodules before restoring")
     for place, layer in replaced:
         device = next((buffer.device for buffer in layer.buffers()), torch.device("cpu"))
         place.put(layer.original[0].to(device).train(layer.training))

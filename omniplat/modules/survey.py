@@ -15,7 +15,7 @@ from omniplat.errors import UsageError
 from omniplat.models.advice import FLOAT_COMPONENT_REASON, FLOAT_COMPONENTS, is_diffusion, why_sensitive
 from omniplat.modules.experts import ExpertsForm, experts_form, holds_stacks
 from omniplat.modules.layers import ModelExperts, ModelLinear
-from omniplat.modules.places import WRAPPED, Place, places_of, require_none, why_not
+from omniplat.modules.places import WRAPPED, Place, places_of, require_none, why_not, why_not_below
 from omniplat.online import Method, Routing, ignored_by
 from omniplat.packing import family_of
 from omniplat.registry import MODELS, Registry
@@ -169,6 +169,8 @@ class Survey:
                 return why
             weights, columns = [module.weight], [module.in_features]
         else:
+            if why := why_not_below(verdict.place):
+                return why
             if verdict.form.gate is None:
                 return "shows neither an act_fn nor a gate: what its experts compute is not known"
             if method.is_static:

@@ -119,37 +119,3 @@ def test_weights_that_a_transformers_model_ties_stay_tied(tmp_path: Path) -> Non
     omniplat.load_into(empty, tmp_path, "cpu")
     assert empty.lm_head.weight is empty.model.embed_tokens.weight
     torch.testing.assert_close(logits(empty), logits(expected), rtol=1e-4, atol=1e-5)
-
-
-def test_adapters_of_peft_work_on_top() -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    model = qwen3()
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    adapted = peft.get_peft_model(copy.deepcopy(model), config).eval()
-    omniplat.quantize_model(adapted, "mxfp8", "cpu")
-    omniplat.quantize_model(model, "mxfp8", "cpu")
-    with adapted.disable_adapter():
-        torch.testing.assert_close(logits(adapted), logits(model), rtol=0, atol=0)
-    assert not torch.equal(logits(adapted), logits(model))
-    with pytest.raises(AttributeError, match="Merging an adapter into it"):
-        adapted.merge_and_unload()
-    with pytest.raises(UsageError, match="has no gradient"):
-        adapted(IDS).logits.sum().backward()
-    with pytest.raises(ValueError, match=r"ModelLinear.* is not supported"):
-        peft.get_peft_model(model, config)  # adapters come first
-    omniplat.restore(adapted)
-    adapted.merge_and_unload()
-
-
-@pytest.mark.parametrize("buffers", [False, True])
-def test_accelerate_offloads_quantized_layers(buffers: bool) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    model = qwen3()
-    hooked = accelerate.cpu_offload(copy.deepcopy(model), execution_device="cpu")
-    with pytest.raises(UsageError, match="remove_hook_from_submodules"):
-        omniplat.quantize_model(hooked, "mxfp8", "cpu")
-    omniplat.quantize_model(model, "mxfp8", "cpu")
-    expected = logits(model)
-    accelerate.cpu_offload(model, execution_device="cpu", offload_buffers=buffers)
-    assert all(buffer.is_meta for n, buffer in model.named_buffers() if n.endswith("q_proj.codes")) or not buffers
-    assert torch.equal(logits(model), expected)
