@@ -1,6 +1,7 @@
 """Time of the cuda backend's linear layers as a ratio to BF16 `torch.matmul`, measured in the same run.
 
-    python benchmarks/cuda_linear.py [--shapes 12288x3072 4096x4096] [--rows 1 16 256 4096] [--schemes ...] [--json]
+    python benchmarks/cuda_linear.py [--shapes 12288x3072 4096x4096] [--rows 1 16 256 4096] [--schemes ...]
+                                     [--prefer memory|speed] [--rounds 11] [--json]
 
 A shape is N x K. Device times are those of CUDA graphs that go through as many copies of the weight as fill several
 times the L2 cache, on random data; quantizing the activation is part of a layer. Baseline and layer are replayed in
@@ -25,15 +26,20 @@ from omniplat_cuda.spec import SPEC
 
 from omniplat import oracle
 from omniplat.canonical import CanonicalWeight
-from omniplat.capability import Capability, matches
+from omniplat.capability import Capability
+from omniplat.conformance.expected import executed_activation
+from omniplat.conformance.weights import random_weight
+from omniplat.device import parse_device
 from omniplat.layer import LayerSpec
+from omniplat.match import Policy, match
 from omniplat.runtime.kernel import LinearKernel, load_kernel
 from omniplat.runtime.layers import QuantLinear
 from omniplat.runtime.tensors import to_torch
 from omniplat.scheme import Scheme
 
 SCHEMES = ("fp8-channel/fp8-token", "fp8-tensor/fp8-token", "fp8-tensor/fp8-tensor", "fp8-tensor/fp8-tensor-static",
-           "int8-channel/int8-token")  # fmt: skip
+           "int8-channel/int8-token", "mxfp8/mxfp8", "mxfp4/mxfp4", "mxfp4/a16", "nvfp4/a16", "int4-g128/a16",
+           "nf4-b64/a16", "mxfp8/a16", "fp8-channel/a16")  # fmt: skip
 #: Bytes of weights that one replay reads at least.
 ROTATED = 320 << 20
 #: A bf16 output costs 1.7e-3 by itself; more than this is a wrong kernel.
@@ -56,22 +62,22 @@ class Result:
     error: float
 
 
-def capability_of(scheme: Scheme) -> Capability:
-    fitting = [
-        c
-        for c in SPEC.capabilities
-        if c.impl
-        and c.op == "linear"
-        and matches(c.weights, scheme.weight_id)
-        and matches(c.activations, scheme.activation_id)
-    ]
-    return max(fitting, key=lambda c: c.priority)
+def capability_of(spec: LayerSpec, prefer: str) -> Capability:
+    """What a plan would choose on Hopper among the kernels that exist."""
+    built = [capability for capability in SPEC.capabilities if capability.impl]
+    chosen = match(spec, built, parse_device("cuda:sm90"), Policy(prefer=prefer)).chosen
+    if chosen is None:
+        raise SystemExit(f"no kernel runs {spec.scheme.id}")
+    return chosen.capability
 
 
 def weight_of(scheme: Scheme, n: int, k: int) -> tuple[CanonicalWeight, torch.Tensor]:
     """A Gaussian weight in canonical form, and in bf16 on the device."""
     values = np.random.default_rng(0).standard_normal((n, k), dtype=np.float32)
-    weight = replace(oracle.quantize_weight(values, scheme.weight), scheme=scheme)
+    if scheme.weight.element in ("nf4", "fp4_bnb"):
+        weight = random_weight(scheme, n, k, np.random.default_rng(0))
+    else:
+        weight = replace(oracle.quantize_weight(values, scheme.weight), scheme=scheme)
     if scheme.activation is not None and not scheme.activation.dynamic:
         weight = replace(weight, tensors={**weight.tensors, "input_scale": np.float32([5.0 / 448.0])})
     return weight, torch.from_numpy(values).cuda().to(torch.bfloat16)
@@ -115,11 +121,11 @@ def host(run: Callable[[int], object], calls: int = 100) -> float:
     return best * 1e6
 
 
-def bench(scheme_id: str, n: int, k: int, rows: Sequence[int], rounds: int) -> list[Result]:
+def bench(scheme_id: str, n: int, k: int, rows: Sequence[int], rounds: int, prefer: str) -> list[Result]:
     scheme = Scheme.parse(scheme_id)
     weight, half = weight_of(scheme, n, k)
     spec = LayerSpec("bench", "linear", n, k, scheme)
-    capability = capability_of(scheme)
+    capability = capability_of(spec, prefer)
     kernel = load_kernel(capability.impl)
     assert isinstance(kernel, LinearKernel)
     prepared = kernel.prepare(to_torch(weight, device=torch.device("cuda")), spec)
@@ -161,17 +167,21 @@ def bench(scheme_id: str, n: int, k: int, rows: Sequence[int], rounds: int) -> l
                 median(base for base, _ in times),
                 hosts[1],
                 hosts[0],
-                error_of(found, x, weight),
+                error_of(found, x, weight, capability),
             )
         )
         assert results[-1].error < LARGEST_ERROR, f"{results[-1]} is not what the oracle computes"
     return results
 
 
-def error_of(found: torch.Tensor, x: torch.Tensor, weight: CanonicalWeight) -> float:
+def error_of(found: torch.Tensor, x: torch.Tensor, weight: CanonicalWeight, capability: Capability) -> float:
     """Relative L2 against the oracle's quantized input times its dequantized weight, in float64 on the device."""
-    quantized = oracle.quantize_activation(x.float().cpu().numpy(), weight.scheme.activation,
-                                           input_scale=weight.tensors.get("input_scale"))  # fmt: skip
+    executed = executed_activation(capability, weight.scheme)
+    quantized = x.double().cpu().numpy()
+    if executed is not None:
+        quantized = oracle.quantize_activation(
+            x.float().cpu().numpy(), executed, input_scale=weight.tensors.get("input_scale")
+        )
     chosen = np.linspace(0, len(quantized) - 1, min(64, len(quantized))).astype(int)
     matrix = torch.from_numpy(oracle.dequantize(weight)).cuda()
     wanted = torch.from_numpy(quantized[chosen]).cuda() @ matrix.t()
@@ -184,6 +194,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 256, 4096])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
+    parser.add_argument("--prefer", choices=["memory", "speed"], default="memory")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -197,7 +208,7 @@ def main() -> None:
     for shape in arguments.shapes:
         n, k = (int(size) for size in shape.split("x"))
         for scheme in arguments.schemes:
-            results += bench(scheme, n, k, arguments.rows, arguments.rounds)
+            results += bench(scheme, n, k, arguments.rows, arguments.rounds, arguments.prefer)
     if arguments.json:
         print(json.dumps({"machine": machine, "results": [asdict(r) for r in results]}, indent=2))
         return

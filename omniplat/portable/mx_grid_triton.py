@@ -93,7 +93,8 @@ def regroup_rows(
     rows, columns = x.shape
     codes = torch.empty((rows, columns), dtype=torch.uint8, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(columns)
+    # the device converts four numbers of a thread at once, and mixes them up where a thread has fewer
+    block = max(128, triton.next_power_of_2(columns))
     _KERNEL[(rows,)](
         x,
         scales if pre_scale is None else pre_scale,

@@ -59,11 +59,13 @@ def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among 
     elif HARDWARE:
         if (safe > 2.0**-60) & (safe < 2.0**60):
             # A correctly rounded reciprocal and one step of correction give the rounded quotient (Markstein), as long
-            # as nothing underflows; quotients beyond every code keep their first form, which may be Inf.
+            # as nothing underflows. Quotients beyond every code, and those that no code but 0 is near, keep their
+            # first form: the one may be Inf, the other -0, which no correction survives.
             inverse = tl.div_rn(1.0, safe)
             quotient = v * inverse
             corrected = tl.fma(tl.fma(-quotient, tl.broadcast_to(safe, [BLOCK]), v), inverse, quotient)
-            scaled = tl.where(tl.abs(quotient) < 65536.0, corrected, quotient)
+            size = tl.abs(quotient)
+            scaled = tl.where((size < 65536.0) & (size > 2.0**-20), corrected, quotient)
         else:
             scaled = tl.div_rn(v, tl.broadcast_to(safe, [BLOCK]))
     else:
@@ -112,7 +114,8 @@ def quantize_rows(
     integer = quant.is_integer
     codes = torch.empty((rows, columns), dtype=torch.int8 if integer else torch.uint8, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device) if given is None else given
-    block = triton.next_power_of_2(columns)
+    # the device converts four numbers of a thread at once, and mixes them up where a thread has fewer
+    block = max(128, triton.next_power_of_2(columns))
     _KERNEL[(rows,)](
         x,
         scales if pre_scale is None else pre_scale,

@@ -14,6 +14,7 @@ from omniplat_cuda.capabilities.common import (
     SM80,
     SM100,
     SM120,
+    TORCH,
     TRITON,
 )
 
@@ -119,18 +120,29 @@ _FLASHINFER = (
     ),
 )
 
+#: What the portable kernel decodes: codes of 4 and 8 bits, in groups and blocks of a multiple of 16 columns.
+_GROUPS = ("channel", "g16", "g32", "g64", "g96", "g128", "g256", "g512", "g1024")
+_DECODED = (
+    *(f"{element}-{tail}" for element in ("int4", "uint4", "int8", "uint8") for tail in _GROUPS),
+    *("int8-tensor", "fp8-tensor", "fp8-channel", "fp8-g32", "fp8-g64", "fp8-g128"),
+    *("fp8-block128x128", "fp8-block64x64", "fp8-block32x32"),
+    *MICROSCALED,
+    *_FLAT,
+)
 #: Decoded in registers, computed in 16 bit.
 _PORTABLE = (
     Capability(
         "portable_linear",
         "linear",
-        (*INTEGERS, *FP8, "fp8-g*", *MICROSCALED, *_FLAT),
+        _DECODED,
         ("a16",),
         executes="a16",
-        archs=SM80,
+        # Blackwell has units of its own for most of these.
+        archs=("sm80", "sm86", "sm87", "sm89", "sm90"),
         dtypes=HALF,
-        requires=(TRITON,),
+        requires=(TORCH, TRITON),
         priority=5,
+        impl="omniplat.portable.weight_only:PortableLinear",
     ),
     Capability(
         "portable_moe",

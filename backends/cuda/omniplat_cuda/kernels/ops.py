@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from omniplat.portable.mx_grid import regroup_rows
-from omniplat.portable.quantize import quantize_rows
+from omniplat.portable.quantize import has_triton, quantize_rows
 from omniplat.scheme import TensorQuant
 
 _LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -121,6 +121,12 @@ def _int_linear(
     if count == 0:
         return x.new_empty((*x.shape[:-1], features), dtype=out_dtype)
     quantized, row_scale = quantize_rows(rows, decode_quant(activation), pre_scale, input_scale)
+    if x.is_cuda and has_triton():
+        from omniplat.portable.int8_gemm_triton import int8_product, tile_of
+
+        tile = tile_of(count, x.shape[-1], x.device)
+        y = int8_product(quantized, codes, row_scale, scale, bias, out_dtype, tile)
+        return y.view(*x.shape[:-1], features)
     if count < _INT_MM_ROWS:
         quantized = F.pad(quantized, (0, 0, 0, _INT_MM_ROWS - count))
     y = torch._int_mm(quantized, codes.t())[:count].to(torch.float32).mul_(scale).mul_(row_scale)

@@ -41,6 +41,8 @@ class _TorchLinear(LinearKernel[TorchConfig]):
     multiple: ClassVar[int]
     #: The operator, in the library `omniplat`.
     operator: ClassVar[str]
+    #: It has a faster product where one scale holds for the whole weight.
+    takes_one_scale: ClassVar[bool] = False
 
     def prepare(self, weight: WeightTensors, spec: LayerSpec) -> Prepared[TorchConfig]:
         """Raises UnsupportedCombinationError for what the kernel's capability does not declare."""
@@ -58,7 +60,11 @@ class _TorchLinear(LinearKernel[TorchConfig]):
             "codes": self._codes(weight.tensors["codes"], spec),
             "scale": weight.tensors["scale"].to(torch.float32).reshape(1, -1).contiguous(),
         }
-        if activation.granularity == "tensor" and bool((tensors["scale"] == tensors["scale"][:, :1]).all()):
+        if (
+            self.takes_one_scale
+            and activation.granularity == "tensor"
+            and bool((tensors["scale"] == tensors["scale"][:, :1]).all())
+        ):
             tensors["scale"] = tensors["scale"][:, :1].clone()
         if "pre_scale" in weight.tensors:
             tensors["pre_scale"] = weight.tensors["pre_scale"].to(torch.float32).reshape(-1).contiguous()
@@ -113,6 +119,7 @@ class ScaledMm(_TorchLinear):
 
     multiple: ClassVar[int] = 16
     operator: ClassVar[str] = "cuda_scaled_linear"
+    takes_one_scale: ClassVar[bool] = True
 
     def _codes(self, codes: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
         stored = codes.contiguous().view(torch.uint8)
@@ -139,7 +146,7 @@ class ScaledMmRow(ScaledMm):
 
 
 class IntMm(_TorchLinear):
-    """int8 by int8 with `torch._int_mm`, exact in int32, then scaled and rounded once. Few rows are padded to 17."""
+    """int8 by int8, exact in int32, then scaled and rounded once: in Triton where it is, else with `torch._int_mm`."""
 
     name: ClassVar[str] = "int_mm"
     multiple: ClassVar[int] = 8

@@ -1,0 +1,113 @@
+"""Time of the portable Triton kernels for every tile that could be chosen: where their `tile_of` comes from.
+
+    python benchmarks/cuda_tiles.py [--kernel weight_only|int8] [--schemes mxfp4 ...] [--shapes 12288x3072] [--rows 16]
+
+Device times are those of CUDA graphs over copies of the weight that together are several times the L2 cache. Lines
+are sorted, fastest first; BF16 `torch.matmul` of the same run stands at the head of each list.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import numpy as np
+import torch
+from cuda_linear import ROTATED, graph_of, replayed
+
+from omniplat.conformance.weights import random_weight
+from omniplat.layer import LayerSpec
+from omniplat.portable import int8_gemm_triton as int8
+from omniplat.portable import weight_only_triton as weight_only
+from omniplat.portable.weight_only import PortableLinear, decode_form
+from omniplat.runtime.tensors import to_torch
+from omniplat.scheme import Scheme
+
+Run = Callable[[int], object]
+
+
+def weight_only_runs(scheme: str, n: int, k: int, m: int, wide: bool) -> Iterator[tuple[str, int, Run]]:
+    """(tile, bytes of a weight, call with a copy) of every tile."""
+    weight = random_weight(Scheme.parse(f"{scheme}/a16"), n, k, np.random.default_rng(0))
+    kernel = PortableLinear()
+    spec = LayerSpec("bench", "linear", n, k, weight.scheme)
+    prepared = kernel.prepare(to_torch(weight, device=torch.device("cuda")), spec)
+    form = decode_form(prepared.config.form)
+    size = sum(t.numel() * t.element_size() for t in prepared.tensors.values())
+    copies = [{name: t.clone() for name, t in prepared.tensors.items()} for _ in range(max(2, -(-ROTATED // size)))]
+    x = torch.randn(m, k, device="cuda").bfloat16()
+    y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    tokens = min(128, max(16, 1 << (m - 1).bit_length()))
+    shapes = [(64, 0, 4), (128, 0, 4), (128, 0, 8), (256, 0, 8)]
+    if m <= 64:
+        shapes = [(16, 4, 4), (32, 4, 4), (32, 8, 8), (64, 4, 4)]
+        shapes += [(16, 8, 8), (16, 2, 2), (32, 2, 2), (64, 8, 8), (64, 0, 4)] if wide else []
+    for (row, slices, warps), stages in product(shapes, (2, 3, 4) if m <= 64 else (3, 4)):
+        tile = weight_only.Tile(row, tokens, slices, warps, stages)
+
+        def run(i: int, tile: weight_only.Tile = tile) -> None:
+            held = copies[i % len(copies)]
+            optional = (held.get(role) for role in ("zero", "row_scale"))
+            weight_only.weight_only_product(
+                x, held["words"], held.get("table"), held["scale"], *optional, None, y, form, tile
+            )
+
+        yield str(tile), len(copies), run
+
+
+def int8_runs(n: int, k: int, m: int) -> Iterator[tuple[str, int, Run]]:
+    count = max(2, -(-ROTATED // (n * k)))
+    codes = [torch.randint(-128, 128, (n, k), dtype=torch.int8, device="cuda") for _ in range(count)]
+    x = torch.randint(-128, 128, (m, k), dtype=torch.int8, device="cuda")
+    x_scale, scale = torch.rand(m, 1, device="cuda"), torch.rand(1, n, device="cuda")
+    shapes = (
+        [(128, 256, 128), (256, 128, 128), (128, 128, 128), (128, 256, 64), (256, 128, 64)]
+        if m > 512
+        else [(64, 128, 128), (64, 64, 128), (64, 64, 256)]
+        if m > 32
+        else [(max(16, m), 64, 256), (max(16, m), 32, 256), (max(16, m), 64, 128), (max(16, m), 128, 128)]
+    )
+    for (bm, bn, bk), warps, stages, descriptors in product(shapes, (4, 8), (3, 4), (True, False)):
+        tile = int8.Tile(bm, bn, bk, warps, stages, descriptors)
+
+        def run(i: int, tile: int8.Tile = tile) -> None:
+            int8.int8_product(x, codes[i % count], x_scale, scale, None, torch.bfloat16, tile)
+
+        yield str(tile), count, run
+
+
+def measured(name: str, copies: int, run: Run, m: int) -> tuple[float, str]:
+    """Microseconds per call; infinity, and why, for a tile that the device cannot run."""
+    try:
+        graph = graph_of(run, copies)
+    except Exception as exc:  # a tile may need more shared memory or registers than there are
+        return float("inf"), f"{name}: {type(exc).__name__}: {str(exc)[:80]}"
+    replays = 2 if m > 1024 else 10
+    replayed(graph, copies, replays)
+    return min(replayed(graph, copies, replays) for _ in range(5)), name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernel", choices=["weight_only", "int8"], default="weight_only")
+    parser.add_argument("--schemes", nargs="+", default=["mxfp4"])
+    parser.add_argument("--shapes", nargs="+", default=["12288x3072"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[16])
+    parser.add_argument("--wide", action="store_true", help="more tiles")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    for shape, m in product(arguments.shapes, arguments.rows):
+        n, k = (int(size) for size in shape.split("x"))
+        x = torch.randn(m, k, device="cuda").bfloat16()
+        halves = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(max(2, -(-ROTATED // (2 * n * k))))]
+        base, _ = measured("bf16", len(halves), lambda i, x=x, halves=halves: torch.matmul(x, halves[i].t()), m)
+        for scheme in arguments.schemes if arguments.kernel == "weight_only" else ["int8"]:
+            runs = int8_runs(n, k, m) if scheme == "int8" else weight_only_runs(scheme, n, k, m, arguments.wide)
+            print(f"{scheme} {shape} M={m}: bf16 {base:.1f} us", flush=True)
+            for time, name in sorted(measured(*run, m) for run in runs):
+                print(f"  {time:8.1f} us  {base / time:5.2f}x  {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

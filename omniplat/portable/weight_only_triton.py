@@ -1,0 +1,404 @@
+"""The Triton form of `weight_only_product`: codes are decoded in registers and multiplied in 16 bits. Imports triton.
+
+One program computes BN rows of the weight for BM tokens. The weight is the left operand of its products, so that few
+tokens fill the columns of a tile. NVIDIA's devices decode two codes with each of their own instructions; elsewhere, and
+under the interpreter, Triton's operations give the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from omniplat.portable.weight_only import WordForm
+from omniplat.portable.words import parts_of
+from omniplat.portable.words_ptx import base_of, instructions
+
+#: Tiles of the weight that share the tiles of tokens while those are in the cache.
+_BAND = 8
+
+
+@triton.jit
+def _decoded(  # type: ignore[no-untyped-def]  # Triton looks annotations up among its own types
+    words, table, less, factor, ASM: tl.constexpr, PART: tl.constexpr, ELEMENT: tl.constexpr, LESS: tl.constexpr,
+    FOLD: tl.constexpr, BF16: tl.constexpr,
+):  # fmt: skip
+    """What part PART of each word stands for, less a zero point (LESS), times `factor` (FOLD), in 16-bit floats of the
+    same shape."""
+    half = tl.bfloat16 if BF16 else tl.float16
+    if ASM[PART] != "":
+        return tl.inline_asm_elementwise(ASM[PART], "=r,r,r,r", [words, less, factor], dtype=half, is_pure=True, pack=2)
+    wide = words.to(tl.int32)
+    if ELEMENT == "fp4_e2m1":
+        code = (wide >> (4 * PART)) & 15
+        # a code's exponent and mantissa become the lowest of the wider exponent and the highest of its mantissa
+        bits = ((code & 8) << 28) | ((code & 7) << 22)
+        value = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    elif ELEMENT == "fp8_e4m3":
+        code = (wide >> (8 * PART)) & 255
+        bits = ((code & 128) << 24) | ((code & 127) << 20)
+        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    elif ELEMENT == "nf4" or ELEMENT == "fp4_bnb":
+        value = tl.load(table + ((wide >> (4 * PART)) & 15))
+    elif ELEMENT == "int4":
+        value = (((wide >> (4 * PART)) & 15) - 8).to(tl.float32)
+    elif ELEMENT == "uint4":
+        value = ((wide >> (4 * PART)) & 15).to(tl.float32)
+    elif ELEMENT == "int8":
+        value = (((wide >> (8 * PART)) & 255) - 128).to(tl.float32)
+    else:
+        value = ((wide >> (8 * PART)) & 255).to(tl.float32)
+    if LESS:
+        value -= less
+    if FOLD:
+        value *= factor.to(tl.float32)
+    return value.to(half)
+
+
+@triton.jit
+def _multiplier(stored, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """f32: powers of two of e8m0 bytes, values of e4m3 bytes, floats as they are."""
+    if SCALE == "e8m0":
+        byte = stored.to(tl.int32)
+        return tl.where(byte == 0, 0x400000, byte << 23).to(tl.float32, bitcast=True)
+    if SCALE == "e4m3":
+        byte = stored.to(tl.int32)
+        bits = ((byte & 128) << 24) | ((byte & 127) << 20)
+        return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return stored.to(tl.float32)
+
+
+@triton.jit
+def _of_block(at, first, inside, K: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What one block's parts have at `at`, [BN] each, as a tuple; parts of one group share one load."""
+    p0 = tl.load(at + first // GROUP, mask=inside & (first < K), other=0)
+    p1 = p0
+    p2 = p0
+    p3 = p0
+    if GROUP % (PARTS * DEPTH) != 0:
+        second = first + DEPTH
+        if GROUP != 2 * DEPTH:
+            p1 = tl.load(at + second // GROUP, mask=inside & (second < K), other=0)
+        if PARTS == 4:
+            third = second + DEPTH
+            p2 = tl.load(at + third // GROUP, mask=inside & (third < K), other=0)
+            p3 = p2
+            if GROUP != 2 * DEPTH:
+                fourth = third + DEPTH
+                p3 = tl.load(at + fourth // GROUP, mask=inside & (fourth < K), other=0)
+    return p0, p1, p2, p3
+
+
+@triton.jit
+def _store(value, row_scale, bias, y, n, m, M, N, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes sums f32 [BN, BM], scaled by row and with the bias, to y [M, N]."""
+    inside = n < N
+    if ROW_SCALE:
+        value *= tl.load(row_scale + n, mask=inside, other=0.0)[:, None]
+    if BIAS:
+        value += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
+    at = y + m.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(at, value.to(y.dtype.element_ty), mask=inside[:, None] & (m < M)[None, :])
+
+
+@triton.jit
+def _few_tokens(  # type: ignore[no-untyped-def]
+    x,
+    words,
+    table,
+    scale,
+    zero,
+    row_scale,
+    bias,
+    y,
+    M,
+    N,
+    x_stride,
+    word_stride,
+    scale_stride,
+    K: tl.constexpr,
+    ASM: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    PARTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    FOLD: tl.constexpr,
+    ZERO: tl.constexpr,
+    BASE: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BF16: tl.constexpr,
+    WIDE: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    SLICES: tl.constexpr,
+) -> None:
+    half = tl.bfloat16 if BF16 else tl.float16
+    BLOCK: tl.constexpr = PARTS * DEPTH
+    # each slice of K is a batch of the product, and warps divide the batches among them
+    STEPS: tl.constexpr = (K + BLOCK * SLICES - 1) // (BLOCK * SLICES)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    d = tl.arange(0, DEPTH)
+    k = tl.arange(0, SLICES)[:, None] * (STEPS * BLOCK)
+    n_inside, m_inside = n < N, m < M
+    word_at = words + (n.to(tl.int64) * word_stride + k // PARTS)[:, :, None] + d[None, None, :]
+    x_at = x + m.to(tl.int64)[None, None, :] * x_stride + (k + d[None, :])[:, :, None]
+    scale_row = scale + (n // ROWS).to(tl.int64) * scale_stride
+    zero_row = zero + n.to(tl.int64) * scale_stride
+    total = tl.zeros([SLICES, BN, BM], dtype=tl.float32)
+    # Scales are asked for one block ahead: unlike codes and tokens they go through no pipeline.
+    if SCALE != "none":
+        scales = _of_block(scale_row, k, n_inside, K, PARTS, DEPTH, GROUP)
+    if ZERO != "":
+        zeros = _of_block(zero_row, k, n_inside, K, PARTS, DEPTH, GROUP)
+    for start in range(0, STEPS * BLOCK, BLOCK):
+        inside = n_inside if EVEN else n_inside & (k + start < K)
+        held = tl.load(word_at + start // PARTS, mask=inside[:, :, None], other=0)
+        if SCALE != "none":
+            used = scales
+            scales = _of_block(scale_row, k + (start + BLOCK), n_inside, K, PARTS, DEPTH, GROUP)
+        if ZERO != "":
+            below = zeros
+            zeros = _of_block(zero_row, k + (start + BLOCK), n_inside, K, PARTS, DEPTH, GROUP)
+        product = tl.zeros([SLICES, BN, BM], dtype=tl.float32)
+        for part in tl.static_range(PARTS):
+            first = start + part * DEPTH
+            if ZERO == "integer":
+                # in packed form the zero point is subtracted from the number that carries the code
+                z = below[part].to(tl.float32)
+                less = (-(z + BASE)).to(half) if ASM[part] != "" else z
+                less = tl.broadcast_to(less[:, :, None], [SLICES, BN, DEPTH])
+            else:
+                less = tl.full([SLICES, BN, DEPTH], -BASE, tl.float32).to(half)
+            factor = less
+            if FOLD:
+                factor = tl.broadcast_to(_multiplier(used[part], SCALE).to(half)[:, :, None], [SLICES, BN, DEPTH])
+            w = _decoded(held, table, less, factor, ASM, part, ELEMENT, ZERO == "integer", FOLD, BF16)
+            here = (
+                m_inside[None, None, :]
+                if EVEN
+                else m_inside[None, None, :] & ((k + (first + d)[None, :]) < K)[:, :, None]
+            )
+            tokens = tl.load(x_at + first, mask=here, other=0.0)
+            if WIDE:
+                w, tokens = w.to(tl.float32), tokens.to(tl.float32)
+            if SCALE == "none" or FOLD:
+                total = tl.dot(w, tokens, total)
+            elif ONE_SCALE:
+                product = tl.dot(w, tokens, product)
+            else:
+                product = tl.dot(w, tokens)
+                if ZERO == "fraction":
+                    product -= below[part][:, :, None] * tl.sum(tokens.to(tl.float32), axis=1)[:, None, :]
+                total += product * _multiplier(used[part], SCALE)[:, :, None]
+        if ONE_SCALE:
+            total += product * _multiplier(used[0], SCALE)[:, :, None]
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    _store(tl.sum(total, axis=0), row_scale, bias, y, rows, m, M, N, ROW_SCALE, BIAS)
+
+
+@triton.jit
+def _many_tokens(  # type: ignore[no-untyped-def]
+    x,
+    words,
+    table,
+    scale,
+    zero,
+    row_scale,
+    bias,
+    y,
+    M,
+    N,
+    x_stride,
+    word_stride,
+    scale_stride,
+    K: tl.constexpr,
+    ASM: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    PARTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    FOLD: tl.constexpr,
+    ZERO: tl.constexpr,
+    BASE: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BF16: tl.constexpr,
+    WIDE: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BAND: tl.constexpr,
+) -> None:
+    """As `_few_tokens`, with products large enough for Hopper's own instructions, and K in one piece."""
+    half = tl.bfloat16 if BF16 else tl.float16
+    BLOCK: tl.constexpr = PARTS * DEPTH
+    tiles_n, tiles_m = tl.cdiv(N, BN), tl.cdiv(M, BM)
+    program = tl.program_id(0)
+    band = program // (BAND * tiles_m)
+    width = tl.minimum(tiles_n - band * BAND, BAND)
+    n = (band * BAND + (program % (BAND * tiles_m)) % width) * BN + tl.arange(0, BN)
+    m = ((program % (BAND * tiles_m)) // width) * BM + tl.arange(0, BM)
+    d = tl.arange(0, DEPTH)
+    n_inside, m_inside = n < N, m < M
+    word_at = words + n.to(tl.int64)[:, None] * word_stride + d[None, :]
+    x_at = x + m.to(tl.int64)[None, :] * x_stride + d[:, None]
+    scale_row = scale + (n // ROWS).to(tl.int64) * scale_stride
+    zero_row = zero + n.to(tl.int64) * scale_stride
+    total = tl.zeros([BN, BM], dtype=tl.float32)
+    if SCALE != "none":
+        scales = _of_block(scale_row, 0, n_inside, K, PARTS, DEPTH, GROUP)
+    if ZERO != "":
+        zeros = _of_block(zero_row, 0, n_inside, K, PARTS, DEPTH, GROUP)
+    for start in range(0, K, BLOCK):
+        held = tl.load(word_at + start // PARTS, mask=n_inside[:, None], other=0)
+        if SCALE != "none":
+            used = scales
+            scales = _of_block(scale_row, start + BLOCK, n_inside, K, PARTS, DEPTH, GROUP)
+        if ZERO != "":
+            below = zeros
+            zeros = _of_block(zero_row, start + BLOCK, n_inside, K, PARTS, DEPTH, GROUP)
+        product = tl.zeros([BN, BM], dtype=tl.float32)
+        for part in tl.static_range(PARTS):
+            first = start + part * DEPTH
+            if ZERO == "integer":
+                z = below[part].to(tl.float32)
+                less = (-(z + BASE)).to(half) if ASM[part] != "" else z
+                less = tl.broadcast_to(less[:, None], [BN, DEPTH])
+            else:
+                less = tl.full([BN, DEPTH], -BASE, tl.float32).to(half)
+            factor = less
+            if FOLD:
+                factor = tl.broadcast_to(_multiplier(used[part], SCALE).to(half)[:, None], [BN, DEPTH])
+            w = _decoded(held, table, less, factor, ASM, part, ELEMENT, ZERO == "integer", FOLD, BF16)
+            here = m_inside[None, :] if EVEN else m_inside[None, :] & ((first + d) < K)[:, None]
+            tokens = tl.load(x_at + first, mask=here, other=0.0)
+            if WIDE:
+                w, tokens = w.to(tl.float32), tokens.to(tl.float32)
+            if SCALE == "none" or FOLD:
+                total = tl.dot(w, tokens, total)
+            elif ONE_SCALE:
+                product = tl.dot(w, tokens, product)
+            else:
+                product = tl.dot(w, tokens)
+                if ZERO == "fraction":
+                    product -= below[part][:, None] * tl.sum(tokens.to(tl.float32), axis=0)[None, :]
+                total += product * _multiplier(used[part], SCALE)[:, None]
+        if ONE_SCALE:
+            total += product * _multiplier(used[0], SCALE)[:, None]
+    _store(total, row_scale, bias, y, n, m, M, N, ROW_SCALE, BIAS)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows of the weight and tokens of one program, and how it is run.
+
+    `slices` of K are shared among the warps of a program; with 0 it is for many tokens.
+    """
+
+    rows: int
+    tokens: int
+    slices: int
+    warps: int
+    stages: int
+
+
+def tile_of(m: int, fold: bool) -> Tile:
+    """Measured on an H200; see docs/performance.md."""
+    if m <= 64:
+        return Tile(32, max(16, triton.next_power_of_2(m)), 4, 4, 2)
+    return Tile(128, 128, 0, 4, 3) if fold else Tile(64, 128, 0, 4, 3)
+
+
+def folds(form: WordForm, dtype: torch.dtype) -> bool:
+    """True where scales go into the weight before the product: bf16 holds them, and their products with these codes,
+    exactly."""
+    return dtype == torch.bfloat16 and form.scale in ("e8m0", "e4m3") and form.element in ("fp4_e2m1", "fp8_e4m3")
+
+
+@lru_cache(maxsize=256)
+def _asm(element: str, bits: int, bf16: bool, fold: bool, packed: bool) -> tuple[str, ...]:
+    """The instructions that decode each part; "" for those that have none."""
+    return tuple(instructions(element, part, bf16, fold) if packed else "" for part in range(parts_of(bits)))
+
+
+def weight_only_product(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    table: torch.Tensor | None,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    form: WordForm,
+    tile: Tile,
+) -> None:
+    """Writes `x` [M, K], bf16 or f16, times the weight of N rows to `y` [M, N]. Columns of x lie side by side."""
+    m, columns = x.shape
+    n = len(words)
+    bf16 = x.dtype == torch.bfloat16
+    parts = parts_of(form.bits)
+    fractions = zero is not None and zero.is_floating_point()
+    fold = folds(form, x.dtype)
+    anything = words
+    tiles_n, tiles_m = triton.cdiv(n, tile.rows), triton.cdiv(m, tile.tokens)
+    own = {"SLICES": tile.slices} if tile.slices else {"BAND": _BAND}
+    grid = (tiles_n, tiles_m) if tile.slices else (tiles_n * tiles_m,)
+    (_few_tokens if tile.slices else _many_tokens)[grid](
+        x,
+        words,
+        anything if table is None else table,
+        scale,
+        anything if zero is None else zero,
+        anything if row_scale is None else row_scale,
+        anything if bias is None else bias,
+        y,
+        m,
+        n,
+        x.stride(0),
+        words.stride(0),
+        scale.stride(0),
+        K=columns,
+        ASM=_asm(form.element, form.bits, bf16, fold, computes_in_pairs(x.device)),
+        ELEMENT=form.element,
+        PARTS=parts,
+        DEPTH=form.depth,
+        SCALE=form.scale,
+        GROUP=form.group,
+        ROWS=form.rows,
+        # all parts of a block in one group, and nothing else to be done with each part's product
+        ONE_SCALE=form.scale != "none" and form.group % (parts * form.depth) == 0 and not fractions,
+        FOLD=fold,
+        ZERO="" if zero is None else ("fraction" if fractions else "integer"),
+        BASE=base_of(form.element, bf16),
+        ROW_SCALE=row_scale is not None,
+        BIAS=bias is not None,
+        EVEN=columns % (parts * form.depth * max(1, tile.slices)) == 0,
+        BF16=bf16,
+        # The interpreter multiplies the bits of bf16 numbers, not their values.
+        WIDE=x.device.type == "cpu",
+        BN=tile.rows,
+        BM=tile.tokens,
+        **own,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+@lru_cache(maxsize=64)
+def computes_in_pairs(device: torch.device) -> bool:
+    """True where PTX computes on pairs of 16-bit floats, bf16 among them: NVIDIA from sm80 on."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
