@@ -55,6 +55,9 @@ class PlanTrace:
 class PlanLayer:
     """One layer. `shape` has `out` and `in`, for moe also `intermediate` and `experts`; sizes are bytes per rank.
 
+    `declared`, `stored` and `executes` of experts whose w13 and w2 differ are both ids, joined by "+", w13 first.
+    `stored` is "unknown" where a layer is invalid because its tensors fit no scheme.
+
     `scale_spans`: where scales were read, for MX weights: weight id -> binades between the largest and the smallest
     group exponent of a row, the largest over all rows; groups of zeros do not count.
     """

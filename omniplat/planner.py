@@ -259,7 +259,7 @@ class _ComponentPlanner:
             shape=_shape(spec),
             declared=_joined(layer, declared=True),
             stored=_joined(layer, declared=False) or "",
-            executes=answer.executes,
+            executes=_with_w2(answer, spec),
             details=_details(spec.scheme) | moe_details(spec.moe, layer.block),
             status=answer.status,
             container=first.storage.container,
@@ -469,9 +469,17 @@ def _joined(layer: PackedLayer, *, declared: bool) -> str | None:
     """The id of the layer; of w13 and w2 joined with "+" where they differ, None where nothing is declared."""
     groups = (layer.w13, layer.w2) if layer.spec.op == "moe" else ((layer.parts,),)
     modules = [group[0][0].module for group in groups if group and group[0]]
-    ids = [(m.declared.id if m.declared else None) if declared else m.scheme.weight_id for m in modules]
+    ids = [(m.declared.id if m.declared else None) if declared else m.stored_id for m in modules]
     known = [text for text in dict.fromkeys(ids) if text is not None]
     return "+".join(known) if known else None
+
+
+def _with_w2(answer: _Answer, spec: LayerSpec) -> str | None:
+    """What executes, joined like `stored` with what w2 executes where that has another scheme."""
+    second = spec.moe.w2_scheme if spec.moe is not None else None
+    if answer.executes is None or answer.capability is None or second is None:
+        return answer.executes
+    return f"{answer.executes}+{second.weight_id}/{answer.capability.executes or second.activation_id}"
 
 
 def _divisors(count: int) -> Iterable[int]:

@@ -1,7 +1,7 @@
 """What metadata says about the KV cache. Engines quantize it, not the plan's layers: here it is only checked.
 
-A declared cache is FP8 or it is refused; one with static scales has a scale for K and one for V in every attention
-layer, and an engine runs a layer without them at scale 1.0.
+A declared cache is FP8 (msModelSlim's may be int8) or it is refused; one with static scales has a scale for K and one
+for V in every attention layer, and an engine runs a layer without them at scale 1.0.
 """
 
 from __future__ import annotations
@@ -18,10 +18,22 @@ from omniplat.formats.metadata import Fields
 
 #: Keys that declare a quantized cache: compressed-tensors' and ModelOpt's flat spelling, ModelOpt's nested one.
 _KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
-#: Quark's: layers by pattern, whose outputs go into the cache.
+#: Quark's: layers by pattern, whose outputs go into the cache; and the patterns alone, of layers whose quantization is
+#: in the configuration of the pattern, or in that of all layers.
 _QUARK = "kv_cache_quant_config"
+_QUARK_GROUP = "kv_cache_group"
+#: msModelSlim's, in the description file: type -> whether its scales are stored.
+_MODELSLIM = ("kv_quant_type", "kv_cache_type")
+_MODELSLIM_TYPES = {
+    "C8": True,
+    "INT8": True,
+    "FP8": True,
+    "INT8_DYNAMIC": False,
+    "FP8_DYNAMIC": False,
+    "C8_DYNAMIC": False,
+}
 _FP8 = frozenset({"FP8", "FP8_E4M3"})
-_NONE = frozenset({"", "NONE", "AUTO"})
+_NONE = frozenset({"", "NONE", "AUTO", "FLOAT"})
 #: What may share a scale; a scheme that says nothing has one scale for each layer.
 _STRATEGIES = ("tensor", "attn_head")
 
@@ -31,6 +43,7 @@ _ATTENTION = re.compile(rf"(?P<layer>.+)\.(?:{_PROJECTIONS})\.(?:weight|weight_p
 #: Scales of K, of V and of both, under all the names that producers give them.
 _SCALE = re.compile(
     r"(?P<layer>.+?)(?:\.attn)?(?:\.\w*_proj)?\.(?P<which>k|v|kv)_scale"
+    r"|(?P<layer_of_proj>.+)\.(?P<proj>k|v)_proj\.kv_cache_scale"
     r"|(?P<layer_of_output>.+)\.(?P<output>k|v|kv|qkv|kv_b)_proj\.output_scale"
     r"|(?P<layer_of_cache>.+)\.(?P<cache>k|v)_cache\.scale"
 )
@@ -54,7 +67,8 @@ def kv_cache_findings(source: Fields, component: Component) -> list[Finding]:
         nested = source.values.get("quantization")
         fields = (source.child("quantization") if isinstance(nested, dict) else None) or source
         static = [key for key in _KEYS if _has_static_scales(fields, key)]
-        static += [_QUARK] if _quark_has_static_scales(fields) else []
+        static += [key for key, layers in _quark_layers(fields).items() if _quark_has_static_scales(layers)]
+        static += [key for key in _MODELSLIM if _modelslim_has_static_scales(fields, key)]
     except InvalidCheckpointError as exc:
         code = "unsupported-option" if isinstance(exc, UnsupportedOptionError) else "metadata-unreadable"
         return [finding(code, exc.message, component=component.name, file=exc.file, rule=exc.key)]
@@ -98,9 +112,21 @@ def _has_static_scales(fields: Fields, key: str) -> bool:
     return not scheme.boolean("dynamic", False)
 
 
-def _quark_has_static_scales(fields: Fields) -> bool:
+def _quark_layers(fields: Fields) -> dict[str, list[Fields]]:
+    """Configurations of layers whose outputs go into the cache, by the key that says that they do."""
+    found = {_QUARK: [layer for _, layer in fields.children(_QUARK)]}
+    export = fields.child("export")
+    if export is None or not export.has(_QUARK_GROUP):
+        return found
+    layers = dict(fields.children("layer_quant_config"))
+    whole = fields.child("global_quant_config")
+    owners = (layers.get(pattern, whole) for pattern in export.strings(_QUARK_GROUP))
+    return found | {f"export.{_QUARK_GROUP}": [owner for owner in owners if owner is not None]}
+
+
+def _quark_has_static_scales(layers: Iterable[Fields]) -> bool:
     found = False
-    for _, layer in fields.children(_QUARK):
+    for layer in layers:
         if not layer.has("output_tensors"):
             continue
         outputs = layer.child("output_tensors")
@@ -114,6 +140,19 @@ def _quark_has_static_scales(fields: Fields) -> bool:
     return found
 
 
+def _modelslim_has_static_scales(fields: Fields, key: str) -> bool:
+    if not _is_declared(fields, key):
+        return False
+    kind = fields.string(key).upper()
+    if kind not in _MODELSLIM_TYPES:
+        raise UnsupportedOptionError(
+            f"a KV cache of {kind!r:.80} is none of {', '.join(_MODELSLIM_TYPES)}",
+            file=fields.file,
+            key=fields.path(key),
+        )
+    return _MODELSLIM_TYPES[kind]
+
+
 def _absent_scales(fields: Fields, key: str, component: Component) -> list[Finding]:
     layers, scaled = _layers(component.tensors.values())
     absent = sorted(layers - scaled)
@@ -121,7 +160,7 @@ def _absent_scales(fields: Fields, key: str, component: Component) -> list[Findi
         return []
     counted = f"{len(layers - set(absent))} of {len(layers)} attention layers have" if layers else "no layer has"
     message = (
-        f"{key} declares an FP8 KV cache with stored scales; {counted} k_scale and v_scale: "
+        f"{key} declares a KV cache with stored scales; {counted} k_scale and v_scale: "
         f"{'the others run' if scaled else 'it runs'} at scale 1.0"
     )
     return [
@@ -152,8 +191,8 @@ def _layers(tensors: Iterable[TensorInfo]) -> tuple[set[str], set[str]]:
             if ".kv_" in info.name.removeprefix(match["layer"]):
                 compressed.add(match["layer"])
         elif (match := _SCALE.fullmatch(info.name)) is not None:
-            layer = match["layer"] or match["layer_of_output"] or match["layer_of_cache"]
-            which = match["which"] or match["output"] or match["cache"]
+            layer = match["layer"] or match["layer_of_proj"] or match["layer_of_output"] or match["layer_of_cache"]
+            which = match["which"] or match["proj"] or match["output"] or match["cache"]
             scales[layer].update(which.removeprefix("q").removesuffix("_b"))
     # MLA caches one latent vector: one scale is all it needs.
     scaled = {layer for layer, which in scales.items() if which >= {"k", "v"} or layer in compressed}

@@ -388,6 +388,7 @@ class _Resolver:
             stored.experts,
             codes.dtype if codes is not None else "",
             problems,
+            recognised=stored.weight is not None,
         )
 
     def _declared_scheme(self, name: str, choice: _Choice) -> Scheme | None:

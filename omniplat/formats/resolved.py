@@ -28,6 +28,7 @@ class ResolvedModule:
     `scheme`    what will be loaded: stored weight, declared activation.
     `tensors`   canonical role (`codes`, `scale`, ...; also `weight_shape`) -> tensor in the checkpoint.
     `experts`   leading dimension of a stacked 3-D weight, 0 for a plain 2-D one.
+    `recognised`  False where the tensors fit no scheme; `scheme` is then what is declared.
     `status`    "ok" | "unquantized" | "invalid" | "unsupported" (understood, but `problems` say why nothing runs it).
     """
 
@@ -44,6 +45,12 @@ class ResolvedModule:
     experts: int = 0
     stored_dtype: str = ""
     problems: tuple[str, ...] = field(default=())
+    recognised: bool = True
+
+    @property
+    def stored_id(self) -> str:
+        """The weight id that the tensors show; "unknown" where they show none."""
+        return self.scheme.weight_id if self.recognised else "unknown"
 
     @property
     def stored_bytes(self) -> int:

@@ -54,6 +54,8 @@ class Storage:
     `twos_complement`    signed codes in packed words are two's complement instead of offset by 2^(bits-1) (Quark).
     `nested_block`       scales that share a scale of their own, 0 where scales are plain numbers (bitsandbytes).
     `scale_offset`       added to every scale that is stored as codes.
+    `flat_block`         values that share a scale in the flattened weight, where blocks run on from row to row and the
+                         scheme's groups are the longest runs that lie in one block (bitsandbytes); else 0.
     `bits`               bits of a stored code where the element's own do not tell (HQQ).
     `groups_along_rows`  HQQ's axis 0: weights that lie a fixed distance apart share a scale, whatever their row.
     `scale_layout`       "rows": as the packing says; "tiles": the 128 x 4 tiles of NVIDIA's block-scaled products,
@@ -68,6 +70,7 @@ class Storage:
     twos_complement: bool = False
     nested_block: int = 0
     scale_offset: float = 0.0
+    flat_block: int = 0
     bits: int = 0
     groups_along_rows: bool = False
     scale_layout: str = "rows"

@@ -1,7 +1,8 @@
 """Packings that flatten the weight: bitsandbytes' 4 bits, HQQ's and quanto's. Used by `unpack`.
 
 They keep the weight row by row in one long run of codes, so a group lies in one row exactly where the group size
-divides K. Only then do groups run along K; recognition reports the others as `group-not-divisible`.
+divides K. bitsandbytes' blocks may run on into the next row: the groups are then the runs that lie in one row and one
+block, if those are not too short. Recognition reports all others as `group-not-divisible`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def flat_nibbles(m: StoredModule, codes: Array) -> Array:
 
 
 def nested_scale(m: StoredModule, absmax: Array) -> Array:
-    """Largest magnitudes of blocks, f32 [N, K/block]; with double quantization from their own codes and scales.
+    """Largest magnitudes of blocks, f32 [N, K/group]; with double quantization from their own codes and scales. Where
+    blocks run on from row to row, each group has that of the block it lies in.
 
     As bitsandbytes computes it, in float32: codebook[absmax] * nested_absmax[block // nested_block] + offset.
     """
@@ -42,6 +44,10 @@ def nested_scale(m: StoredModule, absmax: Array) -> Array:
         if codebook.size != 256 or (flat.size and outer.size != block[-1] + 1):
             raise m.shape_error("nested_scale", f"{-(-flat.size // m.storage.nested_block)} values", outer.shape)
         flat = codebook[flat] * outer[block] + np.float32(m.storage.scale_offset)
+    if m.storage.flat_block:
+        if flat.size != -(-m.n * m.k // m.storage.flat_block):
+            raise m.shape_error("scale", [-(-m.n * m.k // m.storage.flat_block)], absmax.shape)
+        flat = flat[np.arange(m.n * m.groups) * m.quant.group_size // m.storage.flat_block]
     if flat.size != m.n * m.groups:
         raise m.shape_error("scale", [m.n * m.groups], absmax.shape)
     return flat.astype(np.float32, copy=False).reshape(m.n, m.groups)

@@ -84,8 +84,24 @@ def test_bytes_in_another_container(tmp_path: Path) -> None:
     assert np.allclose(values_of(found, "m"), made.values, rtol=1e-6)
 
 
-def test_blocks_that_span_rows_are_refused(tmp_path: Path) -> None:
-    shapes, data = FourBit(16, 96).tensors("m")
+@pytest.mark.parametrize(("k", "block", "run"), [(96, 64, 32), (80, 64, 16), (72, 64, 8), (192, 128, 64), (48, 64, 16)])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("n", [16, 3])
+def test_blocks_may_run_on_into_the_next_row(
+    tmp_path: Path, k: int, block: int, run: int, nested: bool, n: int
+) -> None:
+    """The runs that lie in one row and one block are groups; the last block may be cut short."""
+    made = FourBit(n, k, block=block, nested=nested)
+    shapes, data = made.tensors("m")
+    found = resolve(tmp_path, NF4, shapes, values=data)
+    assert schemes(found) == {"m": f"nf4-b{run}/a16"}
+    assert codes(found) == []
+    assert np.allclose(values_of(found, "m"), made.values, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("k", [100, 66, 33])
+def test_rows_that_cut_blocks_into_short_runs_are_refused(tmp_path: Path, k: int) -> None:
+    shapes, data = FourBit(16, k).tensors("m")
     found = resolve(tmp_path, NF4, shapes, values=data)
     assert only(found, "group-not-divisible").severity == "error"
 

@@ -149,3 +149,51 @@ def test_quark_lists_the_layers_whose_outputs_are_cached(tmp_path: Path, kind: s
         "kv_cache_quant_config": {"*k_proj": {"output_tensors": {"dtype": kind, "is_dynamic": False}}, "*q": {}},
     }
     assert codes(resolve(tmp_path, config, attention(LAYERS[0]))) == [code]
+
+
+QUARK_WEIGHT = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0, "is_dynamic": False}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("outputs", "code"),
+    [({"dtype": "fp8_e4m3"}, "missing-tensor"), ({"dtype": "int8"}, "unsupported-option"), (None, ""),
+     ({"dtype": "fp8_e4m3", "is_dynamic": True}, "")],
+)  # fmt: skip
+def test_quark_names_the_layers_of_the_cache_in_its_export(
+    tmp_path: Path, outputs: dict[str, Any] | None, code: str, whole: bool
+) -> None:
+    """Patterns alone: how their outputs are quantized stands with the pattern, or with all layers."""
+    plain, cached = {"weight": QUARK_WEIGHT}, {"weight": QUARK_WEIGHT, "output_tensors": outputs}
+    config = {
+        "quant_method": "quark",
+        "export": {"kv_cache_group": ["*k_proj", "*v_proj"], "pack_method": "reorder"},
+        "global_quant_config": cached if whole else plain,
+        "layer_quant_config": {} if whole else {"*k_proj": cached, "*v_proj": cached},
+    }
+    assert codes(resolve(tmp_path / "none", config, attention(LAYERS[0]))) == [code] * bool(code)
+    if code == "missing-tensor":
+        scaled = attention(LAYERS[0]) | scales(LAYERS[0], ("k_proj.output_scale", "v_proj.output_scale"))
+        assert codes(resolve(tmp_path / "all", config, scaled)) == []
+
+
+def test_quarks_empty_group_declares_nothing(tmp_path: Path) -> None:
+    config = {"quant_method": "quark", "export": {"kv_cache_group": []}, "global_quant_config": {
+        "weight": QUARK_WEIGHT, "output_tensors": {"dtype": "int8"}}}  # fmt: skip
+    assert codes(resolve(tmp_path, config, attention(LAYERS[0]))) == []
+
+
+@pytest.mark.parametrize("key", ["kv_quant_type", "kv_cache_type"])
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [("C8", "missing-tensor"), ("INT8", "missing-tensor"), ("FP8", "missing-tensor"), ("int8_dynamic", ""),
+     ("FP8_DYNAMIC", ""), ("FLOAT", ""), ("", ""), ("C4", "unsupported-option"), (8, "metadata-unreadable")],
+)  # fmt: skip
+def test_modelslim_names_the_kind_of_cache(tmp_path: Path, key: str, kind: Any, code: str) -> None:
+    tensors: dict[str, Any] = {f"{LAYERS[0]}.{name}.weight": bf16(64, 64) for name in ("q_proj", "k_proj", "v_proj")}
+    entries = dict.fromkeys(tensors, "FLOAT")
+    files = {"quant_model_description.json": {"model_quant_type": "W8A8", **entries, key: kind}}
+    assert codes(resolve(tmp_path / "none", None, tensors, files=files)) == [code] * bool(code)
+    if code == "missing-tensor":
+        scaled = tensors | scales(LAYERS[0], ("k_proj.kv_cache_scale", "v_proj.kv_cache_scale"))
+        assert codes(resolve(tmp_path / "all", None, scaled, files=files)) == []

@@ -158,6 +158,16 @@ def test_w13_and_w2_may_differ(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, {**MX, "extra_config": {".*down_proj": {"bits": 8}}}, tensors, config=MOE)
     assert moe_layer(plan).stored == "mxfp4+mxfp8"
     assert moe_layer(plan).status == "ok"
+    assert moe_layer(plan).executes == "mxfp4/a16+mxfp8/a16"
+    assert plan.summary.by_scheme == {"mxfp4/a16+mxfp8/a16": 1}
+
+
+@pytest.mark.parametrize("declared", [None, MX, {"quant_method": "fp8"}])
+def test_tensors_that_fit_no_scheme_are_not_called_one(tmp_path: Path, declared: dict[str, Any] | None) -> None:
+    name = "model.layers.0.mlp.down_proj"
+    tensors = {f"{name}.weight": ("U8", (64, 33)), f"{name}.weight_scale": ("F32", (5, 7))}
+    layer = plan_of(tmp_path, declared, tensors).layer(name)
+    assert (layer.status, layer.stored, layer.container) == ("invalid", "unknown", "U8")
 
 
 @pytest.mark.parametrize("odd", ["gate_proj", "down_proj"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 
 import msgspec
 
@@ -15,6 +15,8 @@ from omniplat.scheme import TensorQuant, parse_weight_id
 STATE = "weight.quant_state.bitsandbytes__"
 _ELEMENTS = {"nf4": "nf4", "fp4": "fp4_bnb"}
 _ROW_MAJOR = b"\0"
+#: Blocks are cut into runs no shorter than this: each has an f32 scale of its own.
+_SHORTEST_RUN = 8
 
 
 class _State(msgspec.Struct):
@@ -54,14 +56,16 @@ def flat_four_bit(draft: Draft, weight: TensorInfo, leaf: str) -> Stored:
         return unknown(draft, weight, f"weight holds {weight.nbytes * 2} codes of 4 bits, {leaf} says {[n, k]}")
     outer = -(-n * k // state.blocksize)
     problem = _take_scales(draft, _Blocks(outer, -(-outer // state.nested_blocksize)), n, k)
-    stored = draft.finish(
-        TensorQuant(element, "group", state.blocksize), "nibbles_flat", weight.dtype, n, k, problem=problem
-    )
+    # Row ends and block ends are multiples of this: a run of so many values lies in one block.
+    run = gcd(k, state.blocksize)
+    group = run if run % 2 == 0 and run >= _SHORTEST_RUN else state.blocksize
+    stored = draft.finish(TensorQuant(element, "group", group), "nibbles_flat", weight.dtype, n, k, problem=problem)
     nested = "nested_scale" in draft.roles
     storage = replace(
         stored.storage,
         nested_block=state.nested_blocksize if nested else 0,
         scale_offset=state.nested_offset if nested else 0.0,
+        flat_block=state.blocksize if group != state.blocksize else 0,
     )
     return replace(stored, storage=storage)
 
