@@ -20,14 +20,12 @@ from omniplat_cuda.capabilities.common import (
 
 _SM75 = ("sm75", *SM80)
 _FLAT = ("nf4-b*", "fp4bnb-b*")
-#: Blocks that bitsandbytes' kernels know; shorter ones come from rows that its blocks do not divide.
-_FLAT_BLOCKS = tuple(f"{table}-b{2**power}" for table in ("nf4", "fp4bnb") for power in range(6, 13))
 
 _BITSANDBYTES = (
     Capability(
         "bitsandbytes_4bit",
         "linear",
-        _FLAT_BLOCKS,
+        _FLAT,
         ("a16",),
         executes="a16",
         archs=_SM75,
