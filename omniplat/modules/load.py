@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from omniplat.modules.layers import ModelExperts, ModelLinear
 from omniplat.modules.places import Names, Place, places_of, require_none, why_not, why_not_experts
 from omniplat.modules.renames import renames_of
 from omniplat.modules.slots import Slots
+from omniplat.modules.survey import components_of
 from omniplat.packed import PackedLayer, per_module
 from omniplat.planner import Planned, PlannedLayer
 from omniplat.runtime.kernel import Workspaces, load_kernel
@@ -32,7 +34,7 @@ _CACHE_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale", "prob_sc
 
 
 def load_into(
-    model: nn.Module,
+    model: object,
     checkpoint: str | os.PathLike[str],
     device: str | Device | None = None,
     *,
@@ -46,21 +48,23 @@ def load_into(
 
     The model's modules have the checkpoint's names, or those that transformers gives them, or those that `key_mapping`
     does (expression -> replacement); either may have a prefix that the other lacks, and adapters may wrap layers. It
-    may be built on `meta`. Parameters keep the model's dtype and go to the planned device. Of a
-    pipeline, `component` says which part the model is. A layer that engines fuse is planned and loaded part by part.
+    may be built on `meta`. Parameters keep the model's dtype and go to the planned device. A layer that engines fuse is
+    planned and loaded part by part.
+
+    Of a checkpoint with several components, `component` says which one the model is. A pipeline (an object with
+    `components`) is filled as a whole: every component that the checkpoint has quantized, by its own metadata; with
+    `component`, that one. Its other components stay as they are.
 
     Raises before anything of the model changes: UnsupportedCombinationError, InvalidCheckpointError for a checkpoint
     that contradicts itself, UsageError where model and checkpoint do not fit.
     """
     require_files(checkpoint)
     opened = open_checkpoint(checkpoint)
-    part = _component(opened, component)
-    places = places_of(model)
-    renames = renames_of(model, tuple(part.tensors), key_mapping)
-    names = Names(places, (split_name(info)[0] for info in part.tensors.values()), renames)
+    targets = {target.part.name: target for target in _targets(model, opened, component, key_mapping)}
 
     def divide(layer: PackedLayer) -> tuple[PackedLayer, ...]:
-        place = places.get(names.module(layer.spec.name))
+        target = targets.get(layer.spec.component)
+        place = target.places.get(target.names.module(layer.spec.name)) if target is not None else None
         if layer.spec.op == "moe" and place is not None and not isinstance(place.module, nn.ModuleList):
             return (layer,)
         return per_module(layer)
@@ -69,7 +73,7 @@ def load_into(
         opened,
         device,
         backend=backend,
-        component=part.name or None,
+        component=next(iter(targets)) or None if len(targets) == 1 else None,
         allow=allow,
         prefer=prefer,
         divide=divide,
@@ -77,8 +81,53 @@ def load_into(
     )
     require_runnable(planned.plan)
     where = device_of(planned.device)
-    _Loading(model, places, names, planned, part, where).run()
+    quantized = {item.layer.component for item in planned.layers if item.layer.status == "ok"}
+    if absent := sorted(quantized - set(targets)):
+        raise UsageError(f"the checkpoint has {', '.join(absent)} quantized, and the pipeline has no such component")
+    if isinstance(model, nn.Module):
+        quantized |= set(targets)
+    elif not quantized:
+        raise UsageError("none of the pipeline's components is quantized in the checkpoint")
+    loadings = [_Loading(target, planned, where) for name, target in targets.items() if name in quantized]
+    for loading in loadings:
+        loading.check()
+    for loading in loadings:
+        loading.read()
+    for loading in loadings:
+        loading.put()
     return planned.plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A model, the component of the checkpoint that it is, and how the names of one become those of the other."""
+
+    model: nn.Module
+    part: Component
+    places: Mapping[str, Place]
+    names: Names
+
+
+def _targets(
+    model: object, opened: Checkpoint, component: str | None, key_mapping: Mapping[str, str] | None
+) -> list[_Target]:
+    if isinstance(model, nn.Module):
+        return [_target(model, _component(opened, component), key_mapping)]
+    models = components_of(model)
+    if component is not None and component not in models:
+        raise UsageError(f"the pipeline has no component {component!r}; it has: {', '.join(models)}")
+    parts = [_component(opened, component)] if component is not None else opened.components
+    found = [_target(models[part.name], part, key_mapping) for part in parts if part.name in models]
+    if not found:
+        names = ", ".join(part.name or "(itself)" for part in parts)
+        raise UsageError(f"the pipeline has {', '.join(models)}; the checkpoint has: {names}")
+    return found
+
+
+def _target(model: nn.Module, part: Component, key_mapping: Mapping[str, str] | None) -> _Target:
+    places = places_of(model)
+    renames = renames_of(model, tuple(part.tensors), key_mapping)
+    return _Target(model, part, places, Names(places, (split_name(info)[0] for info in part.tensors.values()), renames))
 
 
 def _component(opened: Checkpoint, name: str | None) -> Component:
@@ -93,43 +142,48 @@ def _component(opened: Checkpoint, name: str | None) -> Component:
 
 
 class _Loading:
-    """One call of `load_into`: checks, then reading, then one pass of assignments that cannot fail."""
+    """One model of a call of `load_into`: checks, then reading, then assignments that cannot fail."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        places: Mapping[str, Place],
-        names: Names,
-        planned: Planned,
-        part: Component,
-        device: torch.device,
-    ) -> None:
-        self._places = places
-        self._names = names
+    def __init__(self, target: _Target, planned: Planned, device: torch.device) -> None:
+        self._places = target.places
+        self._names = target.names
         self._device = device
-        self._part = part
-        self._layers = [item for item in planned.layers if item.layer.status == "ok"]
-        self._matrices = {module.name for resolution in planned.resolutions for module in resolution.modules}
+        self._part = target.part
+        own = [item for item in planned.layers if item.layer.component == target.part.name]
+        self._layers = [item for item in own if item.layer.status == "ok"]
+        self._matrices = {
+            module.name
+            for resolution in planned.resolutions
+            if resolution.component.name == target.part.name
+            for module in resolution.modules
+        }
         self._targets: dict[str, Place] = {}
         self._problems: list[str] = []
         for item in self._layers:
             self._fit(item)
-        self._slots = Slots(model, self._targets.values())
-        self._slots.tie({names.tensor(name) for name in part.tensors})
+        self._slots = Slots(target.model, self._targets.values())
+        self._slots.tie({target.names.tensor(name) for name in target.part.tensors})
         self._values = self._plain()
+        self._made: dict[str, ModelLinear | ModelExperts] = {}
+        self._read: dict[str, torch.Tensor] = {}
 
-    def run(self) -> None:
-        require_none(f"model and checkpoint, matched {self._names}, do not fit", self._problems)
+    def check(self) -> None:
+        of = f" of {self._part.name}" if self._part.name else ""
+        require_none(f"model and checkpoint{of}, matched {self._names}, do not fit", self._problems)
+
+    def read(self) -> None:
         reader = ShardReader(self._part.root)
         workspaces = Workspaces()
-        made = {item.layer.name: self._load(item, reader, workspaces) for item in self._layers}
-        read = {
+        self._made = {item.layer.name: self._load(item, reader, workspaces) for item in self._layers}
+        self._read = {
             name: self._slots.converted(name, to_tensor(reader.read(info)), self._device, info.shard)
             for name, info in self._values.items()
         }
-        for name, module in made.items():
+
+    def put(self) -> None:
+        for name, module in self._made.items():
             self._targets[name].put(module.train(self._targets[name].module.training))
-        self._slots.fill(read, self._device)
+        self._slots.fill(self._read, self._device)
 
     # -- checks -------------------------------------------------------------------------------------
 

@@ -100,8 +100,8 @@ def quantize_model(
 
 
 def restore(model: object) -> None:
-    """Put back the layers that `quantize_model` replaced: the same modules with the same values, in the mode and on
-    the device that the quantized ones have.
+    """Put back the layers that `quantize_model` replaced: the same modules with the same values in the same dtype, in
+    the mode and on the device that the quantized ones have. What else has moved to the device stays there.
 
     Raises UsageError, and changes nothing, when there are none, they were not kept, or accelerate has hooks on them.
     """

@@ -261,6 +261,57 @@ def test_a_pipeline_asks_which_component(tmp_path: Path) -> None:
     assert model.model.layers[0].mlp.up_proj.spec.scheme.weight_id == "int8-channel"
 
 
+class Pipeline:
+    def __init__(self, *names: str) -> None:
+        self.components = {name: tiny.decoder() for name in names} | {"scheduler": object()}
+
+
+def cascade(folder: Path) -> None:
+    """Two transformers, each with metadata of its own, and a part that is not quantized."""
+    written(folder / "transformer", "mxfp8/a16")
+    written(folder / "transformer_2", "int8-channel/a16")
+    index = {"_class_name": "WanPipeline", "transformer": ["d", "T"], "transformer_2": ["d", "T"], "vae": ["d", "V"]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    tiny.write_unquantized(folder / "vae", tiny.decoder())
+
+
+def test_a_cascade_is_filled_by_the_metadata_of_each_transformer(tmp_path: Path) -> None:
+    cascade(tmp_path)
+    pipeline = Pipeline("transformer", "transformer_2", "vae")
+    kept = dict(pipeline.components["vae"].named_modules())
+    plan = omniplat.load_into(pipeline, tmp_path, "cpu")
+    for name, weight in (("transformer", "mxfp8"), ("transformer_2", "int8-channel")):
+        model = pipeline.components[name]
+        single = tiny.decoder()
+        omniplat.load_into(single, tmp_path, "cpu", component=name)
+        assert model.get_submodule(Q).spec.scheme.weight_id == weight
+        assert torch.equal(model(tiny.rows()), single(tiny.rows()))
+        assert {layer.stored for layer in plan.layers if layer.component == name} == {weight}
+    assert dict(pipeline.components["vae"].named_modules()) == kept
+    one = Pipeline("transformer", "transformer_2")
+    omniplat.load_into(one, tmp_path, "cpu", component="transformer_2")
+    assert type(one.components["transformer"].get_submodule(Q)) is nn.Linear
+    assert type(one.components["transformer_2"].get_submodule(Q)) is ModelLinear
+
+
+def test_a_cascade_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    cascade(tmp_path)
+    pipeline = Pipeline("transformer", "transformer_2", "vae")
+    wrong_size(pipeline.components["transformer_2"])
+    before = {name: snapshot(model) for name, model in pipeline.components.items() if isinstance(model, nn.Module)}
+    with pytest.raises(UsageError, match=r"(?s)checkpoint of transformer_2, matched .*is 80 x 64"):
+        omniplat.load_into(pipeline, tmp_path, "cpu")
+    assert before == {name: snapshot(pipeline.components[name]) for name in before}
+    with pytest.raises(UsageError, match=r"has transformer_2 quantized, and the pipeline has no such component"):
+        omniplat.load_into(Pipeline("transformer", "vae"), tmp_path, "cpu")
+    with pytest.raises(UsageError, match="the pipeline has no component 'transformer_3'; it has: transformer"):
+        omniplat.load_into(pipeline, tmp_path, "cpu", component="transformer_3")
+    with pytest.raises(UsageError, match="the pipeline has text_encoder; the checkpoint has: transformer, "):
+        omniplat.load_into(Pipeline("text_encoder"), tmp_path, "cpu")
+    with pytest.raises(UsageError, match="none of the pipeline's components is quantized"):
+        omniplat.load_into(Pipeline("vae"), tmp_path, "cpu", component="vae")
+
+
 def test_experts_may_differ_between_the_weights(tmp_path: Path) -> None:
     downs = [f"model.layers.0.mlp.experts.{index}.down_proj" for index in range(3)]
     other = Scheme.parse("int8-channel/a16")

@@ -428,3 +428,89 @@ def test_the_table_of_methods_is_whole() -> None:
     assert set(METHODS) == {*STORED, "bitsandbytes"}
     for name in METHODS:
         parse_method(name)
+
+
+# --- undoing --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [tiny.decoder, tiny.stacked, WanTransformer3DModel])
+def test_restoring_leaves_nothing_changed(build: type[nn.Module]) -> None:
+    model = build()
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 2 == 0)
+
+    def everything() -> list[tuple[str, int, bool, bytes]]:
+        modules = [(name, id(module), module.training, b"") for name, module in model.named_modules()]
+        parameters = [(n, id(p), p.requires_grad, p.detach().numpy().tobytes()) for n, p in model.named_parameters()]
+        return modules + parameters
+
+    before, state = everything(), list(model.state_dict())
+    omniplat.quantize_model(model, {"default": {"method": "mxfp8"}}, "cpu")
+    assert everything() != before
+    omniplat.restore(model)
+    assert everything() == before
+    assert list(model.state_dict()) == state
+
+
+def test_restored_layers_take_the_mode_of_the_model() -> None:
+    model = tiny.decoder()
+    omniplat.quantize_model(model, "int8", "cpu")
+    model.eval()
+    omniplat.restore(model)
+    assert not any(module.training for module in model.modules())
+
+
+# --- routing --------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_never_catches_a_longer_name() -> None:
+    for named, other in (("transformer", "transformer_2"), ("transformer_2", "transformer")):
+        pipeline = Pipeline()
+        plan = omniplat.quantize_model(pipeline, {named: {"method": "fp8"}}, "cpu")
+        first, second = pipeline.components[named], pipeline.components[other]
+        assert isinstance(first, nn.Module)
+        assert isinstance(second, nn.Module)
+        assert quantized(first) == of_blocks(0, 1, 2)
+        assert not quantized(second)
+        assert plan.layer(f"{other}.blocks.0.attn1.to_q").decided_by.rule == "no method for this component"
+
+
+def test_a_cascade_has_a_method_for_each_transformer() -> None:
+    pipeline = Pipeline()
+    methods = {
+        "transformer": {"method": "mxfp4_dualscale", "num_bf16_fallback_layers": 1},
+        "transformer_2": {"method": "mxfp8", "ignored_layers": ["blocks.2"]},
+        "vae": None,
+    }
+    plan = omniplat.quantize_model(pipeline, methods, "cpu")
+    first, second = pipeline.components["transformer"], pipeline.components["transformer_2"]
+    assert isinstance(first, nn.Module)
+    assert isinstance(second, nn.Module)
+    assert quantized(first) == of_blocks(1, 2)
+    assert quantized(second) == of_blocks(0, 1)
+    assert plan.layer("transformer.blocks.0.ffn.net.0").decided_by.rule == "num_bf16_fallback_layers=1"
+    assert plan.layer("transformer_2.blocks.2.ffn.net.0").decided_by.rule == "ignored_layers['blocks.2']"
+    assert plan.summary.by_scheme.keys() == {"mxfp4-dual/mxfp4-dual", "mxfp8/mxfp8", "bf16/a16"}
+
+
+@pytest.mark.parametrize(
+    ("routing", "reason"),
+    [
+        ({"vae": {"method": "fp8"}}, "component 'vae' has neither linear layers nor experts: there is nothing for fp8"),
+        (
+            {"transformer": {"method": "fp8", "ignored_layers": ["*"]}},
+            r"component 'transformer' has nothing for fp8 to quantize: 20 x ignored_layers\['\*'\]",
+        ),
+        ({"scheduler": "fp8"}, "no component 'scheduler'"),
+        (
+            {"transform": "fp8"},
+            "no component 'transform'; the model has: text_encoder, transformer, transformer_2, vae",
+        ),
+        ({"default": "fp8", "transformer": None, "transformer_2": None}, r"the model has nothing .*text encoders"),
+    ],
+)
+def test_a_component_that_has_nothing_to_quantize_is_named(routing: dict[str, Any], reason: str) -> None:
+    pipeline = Pipeline()
+    with pytest.raises(UsageError, match=reason):
+        omniplat.quantize_model(pipeline, routing, "cpu")
+    assert not any(quantized(part) for part in pipeline.components.values() if isinstance(part, nn.Module))
