@@ -6,10 +6,11 @@ An inner axis of a matrix may have 65535 elements at most. MX matmuls take scale
 from __future__ import annotations
 
 from omniplat.backend import BackendSpec, NotSupported, Quirk
-from omniplat.capability import Capability, ShapeRule
+from omniplat.capability import Capability, ShapeRule, multiples
 
 _TORCH_NPU = "torch-npu>=2.6"
 _OP_PLUGIN = "https://github.com/Ascend/op-plugin"
+_VLLM_ASCEND = "https://github.com/vllm-project/vllm-ascend"
 _TORCH = "torch>=2.6"
 
 _LINEAR = "omniplat_ascend.kernels.linear"
@@ -121,6 +122,37 @@ _INT8 = (
         via="int8-g32",
         resident=2.0,
         impl=f"{_LINEAR}:WeightOnlyMxfp4Linear",
+    ),
+    Capability(
+        # Twice the stored size: int4 by int8 is no product of the vendor's for linear layers.
+        "quant_matmul_int4_a8",
+        "linear",
+        ("int4-channel",),
+        ("int8-token",),
+        archs=_INT8_ARCHS,
+        dtypes=_HALF,
+        shapes=_LINEAR_AXES,
+        requires=(_TORCH_NPU,),
+        accumulator="int32",
+        priority=30,
+        impl=f"{_LINEAR}:Int4A8Linear",
+        via="int8-channel",
+        resident=2.0,
+    ),
+    Capability(
+        "grouped_matmul_int4_a8",
+        "moe",
+        ("int4-channel",),
+        ("int8-token",),
+        archs=_INT8_ARCHS,
+        dtypes=_HALF,
+        shapes=(*_MOE_AXES, *multiples(2, "in", "out", "intermediate")),
+        requires=(_TORCH_NPU,),
+        accumulator="int32",
+        priority=30,
+        impl=f"{_MOE}:Int4A8Experts",
+        via="int8-channel",
+        resident=2.0,
     ),
     Capability(
         "grouped_matmul_int8",
@@ -324,17 +356,50 @@ SPEC = BackendSpec(
     distributions=(_TORCH_NPU, _TORCH),
     quirks=(
         Quirk(
-            ("quant_matmul_int8*",),
-            "npu_quant_matmul keeps 19 bits of an f32 scale where no scale per token is given and the output is not "
-            "bf16",
+            ("quant_matmul_int8_static",),
+            "without a scale per token, an f32 scale is cut to 19 bits beside an f16 output; the input's scale is "
+            "given per token",
             _OP_PLUGIN,
         ),
         Quirk(
-            ("dual_level_quant_matmul", "grouped_matmul_*"),
-            "weights lie in the NZ format, and lose it on the way through the CPU",
+            ("quant_matmul_int4",),
+            "takes no bias beside a scale per token: layers with one are refused, since adding it outside rounds twice",
             _OP_PLUGIN,
         ),
-        Quirk(("*_mxfp8", "*_mxfp4*"), "MX scales are padded to an even number of groups", _OP_PLUGIN),
+        Quirk(
+            ("quant_matmul_fp8",),
+            "a bias inside the operator is reported wrong for fp8; it is added to a float32 output",
+            _VLLM_ASCEND,
+        ),
+        Quirk(
+            ("dual_level_quant_matmul",),
+            "the weight has to lie in the NZ format, which a copy through another device or a state dict loses: it is "
+            "cast anew in every call then",
+            _OP_PLUGIN,
+        ),
+        Quirk(
+            ("dual_level_quant_matmul",),
+            "a smoothing vector inside the quantizer is documented as unsupported; the input is multiplied outside, "
+            "and rounded to its dtype",
+            _OP_PLUGIN,
+        ),
+        Quirk(
+            ("weight_quant_batchmatmul_int*", "grouped_matmul_w*a16"),
+            "scales have 16 bits: of one per row the operator gets a power of two and the output the rest; scales of "
+            "groups are rounded",
+            _OP_PLUGIN,
+        ),
+        Quirk(
+            ("grouped_matmul_int8", "grouped_matmul_int4_a8"),
+            "a2 and a3 take bf16 scales only beside a bf16 output; the int32 product is scaled outside",
+            _OP_PLUGIN,
+        ),
+        Quirk(
+            ("grouped_matmul_*",),
+            "groups have to cover all rows: rows of experts that are elsewhere are counted to the last one and dropped",
+            _OP_PLUGIN,
+        ),
+        Quirk(("*_mxfp8", "*_mxfp4*"), "scales come in pairs, so that K is a multiple of 64", _OP_PLUGIN),
     ),
     not_supported=(
         NotSupported("nvfp4", "never", "no unit for groups of 16 with e4m3 scales"),

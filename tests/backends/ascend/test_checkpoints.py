@@ -98,12 +98,12 @@ def described(kind: str) -> dict[str, Any]:
     return {DESCRIPTION: {"model_quant_type": kind, "version": "1.0.0", "m.weight": kind}}
 
 
-def check(folder: Path, emulation: Emulation, kernel: str) -> None:
+def check(folder: Path, emulation: Emulation, kernel: str, prefer: str = "memory") -> None:
     """The one layer runs on `kernel`; its error is that of the quantization that it executes, or of rounding alone."""
-    (item,) = make_planned(folder, emulation.device).layers
+    (item,) = make_planned(folder, emulation.device, prefer=prefer).layers
     assert item.layer.kernel == kernel
     assert item.layer.backend == "ascend"
-    layer = load(folder, emulation.device)["m"]
+    layer = load(folder, emulation.device, prefer=prefer)["m"]
     x = random_input(7, K, np.random.default_rng(3), "bf16")
     with torch.no_grad():
         found = layer(torch.from_numpy(x).to(torch.bfloat16)).double().numpy()
@@ -129,6 +129,7 @@ def check(folder: Path, emulation: Emulation, kernel: str) -> None:
         ("W8A16", int8(), "npu:a2", "weight_quant_batchmatmul_int8"),
         ("W4A16", int4(packed=True), "npu:a2", "weight_quant_batchmatmul_int4"),
         ("W4A4_DYNAMIC", int4(packed=False), "npu:a3", "quant_matmul_int4"),
+        ("W4A8_DYNAMIC", int4(packed=False), "npu:a2", "weight_quant_batchmatmul_int4"),
         ("WFP8AFP8_DYNAMIC", fp8(), "npu:a5", "quant_matmul_fp8"),
         ("W8A8_MXFP8", mxfp8(), "npu:a5", "quant_matmul_mxfp8"),
         ("W4A4_MXFP4", mxfp4(), "npu:a5", "quant_matmul_mxfp4"),
@@ -145,6 +146,11 @@ def test_msmodelslim(
 ) -> None:
     write_arrays(tmp_path, arrays, files=described(kind))
     check(tmp_path, omniplat_emulate(device), kernel)
+
+
+def test_int4_by_int8_takes_twice_the_memory(tmp_path: Path, omniplat_emulate: Emulate) -> None:
+    write_arrays(tmp_path, int4(packed=False), files=described("W4A8_DYNAMIC"))
+    check(tmp_path, omniplat_emulate("npu:a2"), "quant_matmul_int4_a8", prefer="speed")
 
 
 @pytest.mark.parametrize("container", ["F8_E4M3", "BF16", "U8"])

@@ -50,6 +50,16 @@ def in_nz(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def int4_as_integers(weight: WeightTensors) -> torch.Tensor:
+    """int8 [..., N, K] of int4 codes [..., N, K/2]: the same numbers, in twice the bytes."""
+    stored = weight.tensors["codes"].view(torch.uint8)
+    codes = torch.empty((*stored.shape[:-1], weight.in_features), dtype=torch.int8, device=stored.device)
+    # The upper nibble keeps its sign when it is shifted down; the lower one is shifted up first.
+    codes[..., 0::2] = (stored << 4).view(torch.int8) >> 4
+    codes[..., 1::2] = stored.view(torch.int8) >> 4
+    return codes
+
+
 def weight_only(weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
     """`codes` int8 [..., N, K] or int32 [..., N, K/8], `scale` and maybe `offset` [..., G, N] in the layer's dtype.
 

@@ -90,6 +90,15 @@ class Int8Linear(AscendLinear):
         return {"codes": layouts.integers(weight), "scale": layouts.row_scale(weight)}
 
 
+class Int4A8Linear(Int8Linear):
+    """int4 weights as int8: the device multiplies int4 by int8 in a mode of its own for experts only."""
+
+    name: ClassVar[str] = "quant_matmul_int4_a8"
+
+    def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
+        return {"codes": layouts.int4_as_integers(weight), "scale": layouts.row_scale(weight)}
+
+
 class Int8StaticLinear(AscendLinear):
     """int8 weights with one scale per row, int8 activations with one scale of the file and maybe a zero point."""
 

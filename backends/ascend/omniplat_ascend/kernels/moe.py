@@ -83,6 +83,15 @@ class Int8Experts(AscendExperts):
         return {"codes": layouts.integers(weight), "scale": layouts.row_scale(weight)}
 
 
+class Int4A8Experts(Int8Experts):
+    """int4 weights with one scale per row as int8, int8 activations with one per token."""
+
+    name: ClassVar[str] = "grouped_matmul_int4_a8"
+
+    def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
+        return {"codes": layouts.int4_as_integers(weight), "scale": layouts.row_scale(weight)}
+
+
 class Fp8Experts(AscendExperts):
     """fp8 weights with one scale per row, fp8 activations with one per token."""
 
