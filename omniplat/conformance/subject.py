@@ -121,7 +121,6 @@ def find_subject(name: str, registry: Registry | None = None, emulated: Device |
 _VARIABLES = (
     "OMNIPLAT_BACKEND",
     "OMNIPLAT_PREFER",
-    "OMNIPLAT_EMULATE",
     "CUDA_VISIBLE_DEVICES",
     "ASCEND_RT_VISIBLE_DEVICES",
 )

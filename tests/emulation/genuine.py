@@ -29,14 +29,24 @@ from omniplat.emulation.schemas import of_version
 
 @dataclass(frozen=True)
 class Genuine:
-    """`libraries` of the wheel to load, in order; `real` names symbols that registration runs, and what does their work
-    ("memcpy"): an empty function would corrupt what is registered."""
+    """`libraries` of the wheel to load, in order; `real` names symbols that registration runs, and the expression of a,
+    b and n that does their work: an empty function would corrupt what is registered."""
 
     libraries: tuple[str, ...]
     real: tuple[tuple[str, str], ...] = ()
 
 
-GENUINE: dict[str, Genuine] = {"npu": Genuine(("torch_npu/lib/libtorch_npu.so",))}
+GENUINE: dict[str, Genuine] = {
+    "npu": Genuine(("torch_npu/lib/libtorch_npu.so",)),
+    "xpu": Genuine(
+        tuple(f"vllm_xpu_kernels/{name}.abi3.so" for name in ("_C", "_moe_C", "_xpu_C")),
+        real=(("_intel_fast_memcpy", "memmove(a, b, n)"), ("_intel_fast_memset", "memset(a, (int)(long)b, n)")),
+    ),
+}
+
+
+#: Libraries of every process whose symbols a wheel may ask for without a version.
+_RUNTIME = ("libstdc++.so.6", "libm.so.6")
 
 
 def run(*command: str | Path) -> str:
@@ -44,10 +54,12 @@ def run(*command: str | Path) -> str:
 
 
 def symbols(library: Path, which: str) -> set[str]:
-    """Dynamic symbols of a library: "--undefined-only" or "--defined-only", without those of glibc, which are versioned
-    (`name@GLIBC_2.2.5`)."""
-    found = (line.split()[-1] for line in run("nm", "--dynamic", which, library).splitlines() if line.strip())
-    return {name.partition("@")[0] if which == "--defined-only" else name for name in found}
+    """Dynamic symbols of a library: what is "--defined-only", or "--undefined-only" and neither weak nor versioned, as
+    glibc's are (`name@GLIBC_2.2.5`)."""
+    lines = [line.split() for line in run("nm", "--dynamic", which, library).splitlines() if line.strip()]
+    if which == "--defined-only":
+        return {words[-1].partition("@")[0] for words in lines}
+    return {words[-1] for words in lines if words[-2] == "U" and "@" not in words[-1]}
 
 
 def needed(library: Path) -> set[str]:
@@ -61,11 +73,12 @@ def build_stand_ins(wheel: Path, real: tuple[tuple[str, str], ...], folder: Path
     here = [*Path(torch.__file__).parent.joinpath("lib").glob("*.so*"), *held]
     defined = set().union(*(symbols(library, "--defined-only") for library in here))
     asked = set().union(*(symbols(library, "--undefined-only") for library in held))
-    lacking = sorted(name for name in asked - defined if "@" not in name and not name.startswith("__"))
+    running = [ctypes.CDLL(name) for name in (None, *_RUNTIME)]
+    lacking = sorted(name for name in asked - defined if not any(hasattr(library, name) for library in running))
     doers = dict(real)
     lines = ["#include <string.h>"]
     for index, name in enumerate(lacking):
-        body = f"return {doers[name]}(a, b, n);" if name in doers else "return 0;"
+        body = f"return {doers[name]};" if name in doers else "return 0;"
         lines.append(f'void *s{index}(void *a, void *b, unsigned long n) __asm__("{name}");')
         lines.append(f"void *s{index}(void *a, void *b, unsigned long n) {{ {body} }}")
     (folder / "stand_in.c").write_text("\n".join(lines) + "\n")
