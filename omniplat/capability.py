@@ -10,14 +10,19 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from omniplat.layer import ACTIVATIONS
+from omniplat.scheme import TensorQuant, activation_id
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A kernel runs the layer. `executes` is the scheme id it computes with; `via` the re-encoding, if any."""
+    """A kernel runs the layer. `executes` is the scheme id it computes with; `via` the re-encoding, if any.
+
+    `instead` says which of the checkpoint's rules for activations is replaced by the kernel's own; "" for none.
+    """
 
     executes: str
     via: str = ""
+    instead: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +76,12 @@ class Capability:
     `weights`      patterns (fnmatch) of weight ids: "mxfp4", "int4-g*".
     `activations`  patterns of the *declared* activation ids that it executes exactly, as declared.
     `executes`     "" when it executes what is declared; else the one activation id that it always executes.
-    `scale_rule`   how the kernel derives scales of inputs where that is its own to choose ("ceil"); "" where it follows
-                   the declared rule.
+    `scale_rules`  rules by which it derives scales of activations (`TensorQuant.scale_rule`), its own first; empty:
+                   whichever the checkpoint declares.
+    `roundings`    the same of `TensorQuant.rounding`.
+    `scale_format` what it rounds those scales to ("f16"); "" where it keeps them as declared.
+    `substitutes`  what a checkpoint that declares another rule gets: False, a refusal; True, the kernel's own rule, and
+                   a note in the plan.
     `archs`        architectures of the device kind, as names; empty means every one.
     `dtypes`       input dtypes.
     `requires`     distributions, as requirement strings ("humming-kernels>=0.1.20").
@@ -89,7 +98,10 @@ class Capability:
     weights: tuple[str, ...]
     activations: tuple[str, ...]
     executes: str = ""
-    scale_rule: str = ""
+    scale_rules: tuple[str, ...] = ()
+    roundings: tuple[str, ...] = ()
+    scale_format: str = ""
+    substitutes: bool = False
     archs: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("bf16", "f16", "f32")
     shapes: tuple[ShapeRule, ...] = ()
@@ -109,6 +121,24 @@ class Capability:
 def matches(patterns: tuple[str, ...], text: str) -> bool:
     """True if any fnmatch pattern matches the whole text."""
     return any(fnmatchcase(text, pattern) for pattern in patterns)
+
+
+def unfollowed(capability: Capability, declared: TensorQuant | None) -> Rejected | None:
+    """What of a declared activation's rules for scales and rounding the capability does not follow.
+
+    None where it follows all of them: also where nothing is declared, and where it executes another activation anyway.
+    """
+    if declared is None or capability.executes not in ("", activation_id(declared)):
+        return None
+    formats = (capability.scale_format,) if capability.scale_format else ()
+    for rule, own, found in (
+        ("scale rule", capability.scale_rules, declared.scale_rule),
+        ("rounding", capability.roundings, declared.rounding),
+        ("scale format", formats, declared.scale_format),
+    ):
+        if own and found and found not in own:
+            return Rejected(rule, ", ".join(own), found)
+    return None
 
 
 #: Activations from most to least precise. Members of one inner tuple differ in granularity only.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from packaging.requirements import Requirement
 
-from omniplat.capability import Accepted, Capability, Decision, Rejected, compare_activation, matches
+from omniplat.capability import Accepted, Capability, Decision, Rejected, compare_activation, matches, unfollowed
 from omniplat.device import Device
 from omniplat.host import installed_version
 from omniplat.layer import LayerSpec
@@ -57,6 +57,7 @@ def decide(
     """
     if capability.op != spec.op:
         return Rejected("op", capability.op, spec.op)
+    instead = ""
     for scheme in filter(None, (spec.scheme, spec.moe.w2_scheme if spec.moe else None)):
         if not matches(capability.weights, scheme.weight_id):
             return Rejected("weight", ", ".join(capability.weights), scheme.weight_id)
@@ -66,6 +67,10 @@ def decide(
                 return Rejected("activation", ", ".join(capability.activations), declared)
         elif compare_activation(declared, capability.executes) == "changed" and "activation-change" not in policy.allow:
             return Rejected("activation", f"{capability.executes} or below", declared)
+        other = unfollowed(capability, scheme.activation)
+        if other is not None and not capability.substitutes:
+            return other
+        instead = instead or (f"{other.rule} {other.found}" if other is not None else "")
     if capability.archs and device.arch not in capability.archs:
         return Rejected("arch", ", ".join(capability.archs), device.arch)
     if spec.dtype not in capability.dtypes:
@@ -90,7 +95,7 @@ def decide(
         if limit is not None and span > limit:
             return Rejected("span of scales", f"<= {limit} binades for {capability.via}", f"{span}")
     activation = capability.executes or spec.scheme.activation_id
-    return Accepted(f"{spec.scheme.weight_id}/{activation}", capability.via)
+    return Accepted(f"{spec.scheme.weight_id}/{activation}", capability.via, instead)
 
 
 def unmet(requirement: str, device: Device) -> str:

@@ -94,11 +94,8 @@ def make_plan(
     `divide` says what a layer is to a runtime that does not fuse as the family's engines do. `scan` says of which
     layers the scales are read; of a checkpoint that is not on disk they cannot be.
     """
-    layers: list[PlannedLayer] = []
     findings: list[Finding] = []
     resolutions: list[Resolution] = []
-    if target.is_default:
-        findings.append(finding("device-default", target.reason))
     for name in checkpoint.missing_components:
         message = f"model_index.json lists {name}, and there is no such folder: nothing of it is planned"
         findings.append(
@@ -109,22 +106,39 @@ def make_plan(
             continue
         family = family_of(part.config, families)
         read = read_metadata(part, formats, family.parts_on(target.device.kind))
-        resolution = resolve_component(part, read, family.floats)
-        packed = pack(resolution, family)
+        resolutions.append(resolve_component(part, read, family.floats))
+    return plan_resolved(checkpoint, resolutions, target, families, divide, scan, findings)
+
+
+def plan_resolved(
+    checkpoint: Checkpoint,
+    resolutions: Sequence[Resolution],
+    target: Target,
+    families: Sequence[Family],
+    divide: Divide | None = None,
+    scan: Scan = "none",
+    findings: Sequence[Finding] = (),
+) -> Planned:
+    """Plan components whose modules are resolved; `findings` are what is known of the checkpoint already."""
+    layers: list[PlannedLayer] = []
+    found = [finding("device-default", target.reason)] if target.is_default else []
+    found += findings
+    for resolution in resolutions:
+        part = resolution.component
+        packed = pack(resolution, family_of(part.config, families))
         if divide is not None:
             packed = replace(packed, layers=tuple(item for layer in packed.layers for item in divide(layer)))
         preflight = Preflight(ShardReader(part.root), scan) if scan != "none" else None
         planner = _ComponentPlanner(packed, target, part, preflight)
         layers += [planner.plan(layer) for layer in packed.layers]
-        findings += [*resolution.findings, *packed.findings, *planner.findings(), *_advice(packed, target, part)]
-        resolutions.append(resolution)
+        found += [*resolution.findings, *packed.findings, *planner.findings(), *_advice(packed, target, part)]
     source = PlanCheckpoint(
         os.fsencode(checkpoint.path).decode(errors="backslashreplace"),
         tuple(dict.fromkeys(item.format for item in resolutions if item.format)),
         tuple(item.component.name for item in resolutions),
         checkpoint.revision,
     )
-    return Planned(_document(source, target, layers, findings), target.device, tuple(layers), tuple(resolutions))
+    return Planned(_document(source, target, layers, found), target.device, tuple(layers), tuple(resolutions))
 
 
 def _advice(packed: Packed, target: Target, part: Component) -> list[Finding]:
@@ -307,7 +321,7 @@ class _ComponentPlanner:
             )
         decision = outcome.chosen.decision
         assert isinstance(decision, Accepted)
-        self._note_activation(spec, decision.executes, modules)
+        self._note_activation(spec, decision, outcome.chosen.capability, modules)
         self._note_quirks(outcome.chosen.capability, modules)
         return _Answer(
             status,
@@ -415,11 +429,19 @@ class _ComponentPlanner:
         )
         self._notes["faster-option", message] += [module.name for module in layer.modules]
 
-    def _note_activation(self, spec: LayerSpec, executes: str, modules: Sequence[ResolvedModule]) -> None:
-        declared, executed = spec.scheme.activation_id, executes.partition("/")[2]
+    def _note_activation(
+        self, spec: LayerSpec, decision: Accepted, capability: Capability, modules: Sequence[ResolvedModule]
+    ) -> None:
+        declared, executed = spec.scheme.activation_id, decision.executes.partition("/")[2]
+        names = [module.name for module in modules]
         code = _ACTIVATION_NOTES.get(compare_activation(declared, executed), "")
         if code:
-            self._notes[code, f"declared {spec.scheme.id}, executes {executes}"] += [m.name for m in modules]
+            self._notes[code, f"declared {spec.scheme.id}, executes {decision.executes}"] += names
+        if decision.instead:
+            first = (*capability.scale_rules[:1], *capability.roundings[:1], capability.scale_format)
+            own = ", ".join(filter(None, first))
+            message = f"declared {spec.scheme.id} with {decision.instead}, {capability.name} quantizes by {own}"
+            self._notes["activation-regrouped", message] += names
 
     def _note_quirks(self, capability: Capability, modules: Sequence[ResolvedModule]) -> None:
         for quirk in self._target.spec.quirks:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from omniplat.capability import Capability, compare_activation, matches
+from omniplat.capability import Capability, compare_activation, matches, unfollowed
 from omniplat.errors import UnsupportedCombinationError
 from omniplat.layer import LayerSpec
 from omniplat.runtime.tensors import WeightTensors
@@ -20,7 +20,7 @@ _INPUT_ROLES = ("input_scale", "input_zero_point", "input_global_scale")
 def require_declared(
     backend: str, capability: Capability, weight: WeightTensors, spec: LayerSpec, roles: Iterable[str]
 ) -> None:
-    """Raise UnsupportedCombinationError unless `capability` declares the weight's scheme.
+    """Raise UnsupportedCombinationError unless `capability` declares the weight's scheme, and takes its rules.
 
     `roles` are the canonical tensors that the kernel reads beside `bias`: a weight with others (`zero_point`,
     `group_index`, `pre_scale`) means something else without them. Static input scales need not be among them where
@@ -38,6 +38,9 @@ def require_declared(
     if not runs:
         needed = capability.executes or ", ".join(capability.activations)
         reasons.append(f"{capability.name}  needs activation {needed}, found {declared}")
+    other = unfollowed(capability, scheme.activation)
+    if other is not None and not capability.substitutes:
+        reasons.append(f"{capability.name}  {other}")
     unused = _INPUT_ROLES if capability.executes else ()
     if unread := sorted(set(weight.tensors) - {*roles, *unused, "bias"}):
         reasons.append(f"{capability.name}  needs a weight without {', '.join(unread)}")

@@ -24,6 +24,8 @@ _INTEGERS = ("int[2-8]-channel", "int[2-8]-g*", "uint[2-8]-channel", "uint[2-8]-
 _WEIGHT_ONLY = (*_INTEGERS, "fp8-tensor", "fp8-channel", "fp8-g*", "fp8-block*", "mxfp8", "mxfp4", "nvfp4", "nf4-b*",
                 "fp4bnb-b*")  # fmt: skip
 
+#: fused_moe quantizes activations inside: AITER before 0.1.16 by the first, since then by the others.
+_FUSED_RULES = ("even", "ceil", "rceil")
 
 _LINEAR = (
     Capability(
@@ -190,6 +192,8 @@ _MOE = (
         "moe",
         ("mxfp4",),
         ("mxfp4",),
+        scale_rules=_FUSED_RULES,
+        roundings=("nearest-even",),
         archs=_GFX950,
         dtypes=("bf16",),
         shapes=multiples(256, "in", "intermediate"),
@@ -202,6 +206,8 @@ _MOE = (
         "moe",
         ("mxfp8",),
         ("mxfp8",),
+        scale_rules=("ceil", "rceil"),
+        roundings=("nearest-even",),
         archs=_GFX950,
         dtypes=("bf16",),
         shapes=multiples(256, "in", "intermediate"),

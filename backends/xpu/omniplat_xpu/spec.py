@@ -16,6 +16,8 @@ _KERNELS = "vllm-xpu-kernels>=0.1.16"
 #: Battlemage, Lunar Lake and Ponte Vecchio: what the vendor's library calls Xe2.
 _XE2 = ("bmg", "lnl", "pvc")
 _HALF = ("bf16", "f16")
+#: What the vendor's quantizers do with activations; the fp4 one says so too, and does not.
+_NEAREST_EVEN = ("nearest-even",)
 _MODULES = "omniplat_xpu.kernels"
 #: The sources that kernels and emulation were written from.
 _SOURCE = "https://github.com/vllm-project/vllm-xpu-kernels/blob/4543b580fecca68a7dd54ddaf6e444dc5f11a6a4"
@@ -35,7 +37,10 @@ _LINEAR = (
         "fp8_gemm",
         "linear",
         ("fp8-tensor", "fp8-channel"),
-        ("fp8-token", "fp8-tensor", "fp8-tensor-static"),
+        ("fp8-token",),
+        scale_rules=("absmax-clamped",),
+        roundings=_NEAREST_EVEN,
+        substitutes=True,
         archs=_XE2,
         dtypes=_HALF,
         requires=(_KERNELS,),
@@ -43,10 +48,27 @@ _LINEAR = (
         impl=f"{_MODULES}.fp8:Fp8Gemm",
     ),
     Capability(
+        "fp8_gemm_tensor",
+        "linear",
+        ("fp8-tensor", "fp8-channel"),
+        ("fp8-tensor", "fp8-tensor-static"),
+        scale_rules=("absmax",),
+        roundings=_NEAREST_EVEN,
+        substitutes=True,
+        archs=_XE2,
+        dtypes=_HALF,
+        requires=(_KERNELS,),
+        priority=40,
+        impl=f"{_MODULES}.fp8:Fp8GemmTensor",
+    ),
+    Capability(
         "fp8_gemm_block",
         "linear",
         ("fp8-block128x128",),
         ("fp8-g128",),
+        scale_rules=("absmax-clamped",),
+        roundings=_NEAREST_EVEN,
+        substitutes=True,
         archs=_XE2,
         dtypes=_HALF,
         shapes=multiples(128, "out", "in"),
@@ -59,7 +81,9 @@ _LINEAR = (
         "linear",
         ("mxfp8",),
         ("mxfp8",),
-        scale_rule="ceil",
+        scale_rules=("ceil", "rceil"),
+        roundings=_NEAREST_EVEN,
+        substitutes=True,
         archs=_XE2,
         dtypes=_HALF,
         shapes=multiples(32, "in"),
@@ -97,7 +121,9 @@ _LINEAR = (
         "linear",
         ("mxfp4",),
         ("mxfp4",),
-        scale_rule="ceil",
+        scale_rules=("ceil", "rceil"),
+        roundings=("half-to-zero",),
+        substitutes=True,
         archs=_XE2,
         dtypes=_HALF,
         shapes=multiples(32, "in"),
@@ -125,6 +151,10 @@ _LINEAR = (
         "linear",
         (*_INT4, *_INT4_LONG),
         ("int8-token",),
+        scale_rules=("absmax",),
+        roundings=_NEAREST_EVEN,
+        scale_format="f16",
+        substitutes=True,
         archs=_XE2,
         dtypes=("f16",),
         shapes=(*multiples(32, "in"), *multiples(8, "out")),

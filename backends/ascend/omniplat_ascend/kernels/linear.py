@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from omniplat.capability import Capability
-from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
+from omniplat.errors import InvalidCheckpointError
 from omniplat.layer import LayerSpec
 from omniplat.runtime.declared import require_declared
 from omniplat.runtime.kernel import LinearKernel, Prepared
@@ -35,13 +35,10 @@ def capability_named(name: str) -> Capability:
     return next(item for item in SPEC.capabilities if item.name == name)
 
 
-def device_rounding(kernel: str, scheme: Scheme, spec: LayerSpec) -> str:
-    """How the device calls the rounding of the scheme's activation; raises UnsupportedCombinationError."""
-    rounding = scheme.activation.rounding if scheme.activation is not None else ""
-    if rounding not in ROUND_MODES:
-        reason = f"{kernel}  needs activations rounded {', '.join(filter(None, ROUND_MODES))}, found {rounding}"
-        raise UnsupportedCombinationError(SPEC.name, spec.op, scheme.id, [spec.name], [reason])
-    return ROUND_MODES[rounding]
+def device_rounding(kernel: str, scheme: Scheme) -> str:
+    """How the device calls the rounding of the scheme's activation; its own where the capability lists another."""
+    declared = scheme.activation.rounding if scheme.activation is not None else ""
+    return ROUND_MODES[declared if declared in capability_named(kernel).roundings else ""]
 
 
 class AscendLinear(LinearKernel[AscendConfig]):
@@ -58,7 +55,7 @@ class AscendLinear(LinearKernel[AscendConfig]):
         tensors = self.laid_out(weight, spec)
         if "pre_scale" in weight.tensors:
             tensors["pre_scale"] = weight.tensors["pre_scale"].to(torch.float32).reshape(-1).contiguous()
-        rounding = device_rounding(self.name, weight.scheme, spec)
+        rounding = device_rounding(self.name, weight.scheme)
         config = AscendConfig(tuple(tensors), rounding, weight.out_features, weight.in_features)
         return Prepared(tensors, config)
 

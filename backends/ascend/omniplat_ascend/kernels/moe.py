@@ -45,7 +45,7 @@ class AscendExperts(MoeKernel[ExpertsConfig]):
             if "bias" in weight.tensors:
                 tensors[prefix + "bias"] = weight.tensors["bias"].contiguous()
         moe = spec.moe or MoeSpec(w13.experts, w2.in_features)
-        rounding = device_rounding(self.name, w13.scheme, spec)
+        rounding = device_rounding(self.name, w13.scheme)
         config = ExpertsConfig(tuple(tensors), rounding, (repr(moe.limit), repr(moe.alpha)))
         return Prepared(tensors, config)
 

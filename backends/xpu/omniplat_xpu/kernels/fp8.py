@@ -70,12 +70,18 @@ class _Fp8(LinearKernel[LinearConfig]):
 
 
 class Fp8Gemm(_Fp8):
-    """Scales per tensor or channel, by inputs with a scale per tensor or token."""
+    """Scales per tensor or channel, by inputs with a scale per token."""
 
     name: ClassVar[str] = "fp8_gemm"
 
     def _scale(self, scale: torch.Tensor, weight: WeightTensors, spec: LayerSpec) -> torch.Tensor:
         return channel_scale(scale)
+
+
+class Fp8GemmTensor(Fp8Gemm):
+    """The same by inputs with one scale, which the vendor derives by another rule."""
+
+    name: ClassVar[str] = "fp8_gemm_tensor"
 
 
 class Fp8GemmBlock(_Fp8):
