@@ -87,6 +87,17 @@ def schemes_of(subject: Subject, capability: Capability, profile: str) -> tuple[
     return tuple(found)
 
 
+def schemes_once(subject: Subject, capability: Capability, profile: str) -> tuple[Scheme, ...]:
+    """As `schemes_of`, each weight once: for checks that write a file for every scheme."""
+    found, weights, activations = [], set(), set()
+    for scheme in schemes_of(subject, capability, profile):
+        if scheme.weight_id not in weights or scheme.activation_id not in activations:
+            found.append(scheme)
+            weights.add(scheme.weight_id)
+            activations.add(scheme.activation_id)
+    return tuple(spread(found, 4)) if profile == "quick" else tuple(found)
+
+
 def spread(items: list[T], count: int) -> list[T]:
     """At most `count` of the items, evenly apart, the first among them."""
     step = max(1, -(-len(items) // count))

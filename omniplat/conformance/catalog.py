@@ -7,7 +7,7 @@ that refused or accepted too much would contradict it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import filter as fnmatch_filter
 from functools import lru_cache
 from math import lcm
@@ -17,7 +17,8 @@ from omniplat.capability import Capability, ShapeRule, compare_activation
 from omniplat.device import ARCHITECTURES
 from omniplat.errors import InvalidSchemeError
 from omniplat.layer import LayerSpec, MoeSpec
-from omniplat.scheme import Scheme, parse_activation_id, parse_weight_id
+from omniplat.oracle.codecs import ROUNDINGS
+from omniplat.scheme import Scheme, TensorQuant, low_rank_base, parse_activation_id, parse_weight_id
 
 OPS = ("linear", "moe")
 DTYPES = ("bf16", "f16", "f32")
@@ -29,6 +30,7 @@ WEIGHTS: tuple[str, ...] = (
     *("bf16", "mxfp8", "mxfp8e5m2", "mxfp6e2m3", "mxfp6e3m2", "mxfp4", "mxint8", "mxint4", "mxfp4-dual", "nvfp4"),
     *(f"{stem}-{tail}" for stem in ("fp8", "fp8e5m2") for tail in _TAILS),
     *(f"{stem}{bits}-{tail}" for stem in ("int", "uint") for bits in _BITS for tail in _TAILS),
+    *("uint4-block64x1", "uint8-block64x1", "uint4-block1x64", "uint8-block1x128"),
     *("nf4-b64", "nf4-b128", "fp4bnb-b64", "int8-bnb", "svdq-nvfp4", "svdq-int4-g64", "svdq-int4"),
     *(f"gguf-{name}" for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")),
     *(f"gguf-{name}" for name in ("iq4_nl", "iq4_xs", "iq2_xxs", "iq3_s", "tq1_0", "tq2_0", "mxfp4", "nvfp4", "q8_k")),
@@ -101,6 +103,25 @@ def declared_activations(capability: Capability, activations: Iterable[str]) -> 
         return tuple(text for text in every if compare_activation(text, capability.executes) != "changed")
     named = {text for pattern in capability.activations for text in fnmatch_filter(every, pattern)}
     return tuple(text for text in every if text in named)
+
+
+def rule_variants(quant: TensorQuant | None) -> tuple[TensorQuant, ...]:
+    """An activation by every rule for its scales and every rounding that mean something for it."""
+    if quant is None or quant.element.endswith("bnb"):
+        return ()
+    base = low_rank_base(quant) or quant
+    if base.scale_format == "e8m0":
+        rules: tuple[str, ...] = ("floor", "even", "even-m1", "ceil", "rceil")
+    elif not base.symmetric:
+        rules = ("absmax",)
+    elif base.is_integer:
+        rules = ("absmax", "half-range", "absmax-reciprocal")
+    else:
+        rules = ("absmax", "absmax-clamped", "absmax-reciprocal")
+    if not base.dynamic and base.scale_format != "e8m0":
+        # the scale is given: what is left is whether values are divided by it
+        rules = tuple(rule for rule in rules if rule in ("absmax", "absmax-reciprocal"))
+    return tuple(replace(quant, scale_rule=rule, rounding=rounding) for rule in rules for rounding in ROUNDINGS)
 
 
 def archs_of(spec: BackendSpec) -> tuple[tuple[str, str], ...]:

@@ -29,13 +29,22 @@ class Expected:
 
 
 def executed_activation(capability: Capability, scheme: Scheme) -> TensorQuant | None:
-    """How the capability's kernel quantizes the input of a layer of the scheme."""
-    executed = scheme.activation
-    if capability.executes and capability.executes != scheme.activation_id:
-        executed = parse_activation_id(capability.executes)
-    if executed is not None and executed.dynamic and capability.scale_rule:
-        return replace(executed, scale_rule=capability.scale_rule)
-    return executed
+    """How the capability's kernel quantizes the input of a layer of the scheme: by the rules of the checkpoint, or by
+    its own where the checkpoint says none or one that the kernel does not follow."""
+    quant = scheme.activation
+    if capability.executes not in ("", scheme.activation_id):
+        quant = parse_activation_id(capability.executes)
+    if quant is None:
+        return None
+    rule = _followed(quant.scale_rule, capability.scale_rules)
+    rounding = _followed(quant.rounding, capability.roundings)
+    return replace(
+        quant, scale_rule=rule, rounding=rounding, scale_format=capability.scale_format or quant.scale_format
+    )
+
+
+def _followed(declared: str, own: tuple[str, ...]) -> str:
+    return declared if not own or declared in own else own[0]
 
 
 def reencoding_loss(weight: CanonicalWeight, capability: Capability) -> Float64 | float:
@@ -83,20 +92,6 @@ def linear(x: Array, weight: CanonicalWeight, capability: Capability, dtype: str
         allowed = allowed + 3 * operand_unit(np.full((1, 1), 0.1), dtype, None) * beside
     allowed = allowed + np.abs(values) @ np.broadcast_to(reencoding_loss(weight, capability), dense.shape).T
     return Expected(y, unquantized, allowed + rounding(np.abs(y) + allowed, dtype))
-
-
-def linear_by_rules(x: Array, weight: CanonicalWeight, capability: Capability, dtype: str) -> tuple[Expected, ...]:
-    """As `linear`, by the rule for activation scales that the file declares, then by the format's default.
-
-    A file may ask for scales by another rule than a device has (127.5 instead of 127 for int8), and a capability does
-    not say which it follows: either is right.
-    """
-    executed = executed_activation(capability, weight.scheme)
-    found = [linear(x, weight, capability, dtype)]
-    if executed is not None and executed.scale_rule:
-        plain = weight.scheme.with_activation(replace(executed, scale_rule=""))
-        found.append(linear(x, replace(weight, scheme=plain), capability, dtype))
-    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

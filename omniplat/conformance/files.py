@@ -2,59 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from torch import nn
 
 from omniplat.canonical import Array, CanonicalWeight
-from omniplat.capability import Capability
+from omniplat.capability import Capability, unfollowed
 from omniplat.conformance import expected
 from omniplat.conformance.build import make_routing, run_experts, run_linear
-from omniplat.conformance.cases import Case, spread
-from omniplat.conformance.catalog import declared_activations, declared_weights, scheme_of
-from omniplat.conformance.checkpoint import WRITABLE, Written
+from omniplat.conformance.canonical_file import plan_canonical, sizes_of, write_canonical
+from omniplat.conformance.cases import Case, schemes_once, spread
+from omniplat.conformance.catalog import declared_activations, declared_weights
 from omniplat.conformance.checks import Named
+from omniplat.conformance.dialect import WRITABLE, declared_scheme
 from omniplat.conformance.expected import executed_activation
 from omniplat.conformance.inputs import as_dtype, random_input, representable_input
 from omniplat.conformance.judge import assert_experts_right
+from omniplat.conformance.model import Written, dense_modules
 from omniplat.conformance.subject import Subject
 from omniplat.conformance.tolerances import excess
 from omniplat.conformance.weights import stack
-from omniplat.planner import PlannedLayer
+from omniplat.planner import Planned, PlannedLayer
 from omniplat.runtime.layers import QuantExperts, QuantLinear
+from omniplat.scheme import UNQUANTIZED
 
 #: Rows of the inputs of loaded layers.
 ROWS = 6
 
 
-def writable(subject: Subject, op: str, profile: str) -> Iterable[Named]:
-    """A case for each capability of the op and each scheme that it declares and a file can hold.
+def held(subject: Subject, op: str, profile: str) -> Iterable[Named]:
+    """A case for each capability of the op and each scheme of it; the value is a `Scheme`."""
+    for capability in subject.spec.capabilities:
+        for scheme in schemes_once(subject, capability, profile) if capability.op == op else ():
+            # what no scheme quantizes is the model's own layer, and planned on no kernel
+            if not scheme.is_unquantized:
+                yield Named(f"{capability.name}-{scheme.id}", capability, scheme)
 
-    Of capabilities that declare the same scheme the one that planning prefers is named.
-    """
-    found = []
-    for weight, activation in WRITABLE:
-        owners = [
-            capability
-            for capability in subject.spec.capabilities
-            if capability.op == op
-            and declared_weights(capability, (weight,))
-            and declared_activations(capability, (activation,))
+
+def published(subject: Subject, profile: str) -> Iterable[Named]:
+    """As `held`, linear layers in the schemes that a published dialect writes, with the rules that it declares."""
+    for capability in subject.spec.capabilities:
+        found = [
+            Named(f"{capability.name}-{scheme.id}", capability, scheme)
+            for scheme in (declared_scheme(*pair) for pair in WRITABLE)
+            if capability.op == "linear"
+            and declared_weights(capability, (scheme.weight_id,))
+            and declared_activations(capability, (scheme.activation_id,))
+            and (capability.substitutes or unfollowed(capability, scheme.activation) is None)
             and "bf16" in capability.dtypes
-            and all(_divides(rule.multiple_of) for rule in capability.shapes)
+            and all(256 % rule.multiple_of == 0 for rule in capability.shapes)
         ]
-        runnable = [capability for capability in owners if subject.obstacle(capability) is None]
-        if owners:
-            owner = max(runnable or owners, key=lambda item: item.priority)
-            found.append(Named(f"{op}-{weight}/{activation}", owner, scheme_of(weight, activation)))
-    return spread(found, 3) if profile == "quick" else found
+        yield from spread(found, 1) if profile == "quick" else found
 
 
-def _divides(multiple: int) -> bool:
-    """The written model's sizes are multiples of 256."""
-    return 256 % multiple == 0
+def write_model(folder: Path, case: Named, *, experts: int = 0, mixed: Sequence[str] = ()) -> Written:
+    """A checkpoint of a case of `held`: what it is about in its scheme, the rest and `mixed` in 16 bits."""
+    capability, scheme = _capability(case), case.value
+    sizes = sizes_of(capability, scheme, experts)
+    plain = [*mixed, *(dense_modules(sizes) if experts else ())]
+    dtype = capability.dtypes[0]
+    return write_canonical(folder, scheme, sizes, exceptions=dict.fromkeys(plain, UNQUANTIZED), dtype=dtype)
+
+
+def plan_model(written: Written, subject: Subject, case: Named) -> Planned:
+    """The plan of it, for the case's capability alone."""
+    return plan_canonical(written, subject, _capability(case))
+
+
+def _capability(case: Named) -> Capability:
+    assert case.capability is not None
+    return case.capability
 
 
 def assert_linear_right(subject: Subject, item: PlannedLayer, layer: nn.Module, written: Written) -> None:
@@ -79,9 +99,9 @@ def assert_module_right(
     """The output of one checkpoint module within its bound and `extra`."""
     assert item.capability is not None
     weight = canonical_of(written.weights, module, item)
-    choices = expected.linear_by_rules(x, weight, item.capability, item.packed.spec.dtype)
-    beyond = [excess(found, wanted.y, wanted.allowed + extra) for wanted in choices]
-    assert None in beyond, f"{module} in {item.layer.name}: {beyond[0]}"
+    wanted = expected.linear(x, weight, item.capability, item.packed.spec.dtype)
+    beyond = excess(found, wanted.y, wanted.allowed + extra)
+    assert beyond is None, f"{module} in {item.layer.name}: {beyond}"
 
 
 def assert_experts_loaded(subject: Subject, item: PlannedLayer, layer: nn.Module, written: Written) -> None:

@@ -35,9 +35,16 @@ def random_input(rows: int, columns: int, rng: np.random.Generator, dtype: str) 
     return as_dtype(rng.standard_normal((rows, columns)), dtype)
 
 
-def spread_rows(rows: int, columns: int, rng: np.random.Generator, dtype: str) -> Array:
-    """Gaussian rows whose sizes are spread evenly over 2^24, in an order that is not theirs."""
-    exponents = rng.permutation(np.linspace(-SPREAD / 2, SPREAD / 2, max(rows, 2))[:rows])
+def nudged(x: Array, factor: float) -> Array:
+    """`x` times `factor`, but for the largest magnitude of each row: scales of rows stay what they are."""
+    magnitude = np.abs(x)
+    moved: Array = np.where(magnitude < magnitude.max(axis=-1, keepdims=True), x * factor, x).astype(np.float32)
+    return moved
+
+
+def spread_rows(rows: int, columns: int, rng: np.random.Generator, dtype: str, binades: int = SPREAD) -> Array:
+    """Gaussian rows whose sizes are spread evenly over 2^binades, in an order that is not theirs."""
+    exponents = rng.permutation(np.linspace(-binades / 2, binades / 2, max(rows, 2))[:rows])
     return as_dtype(rng.standard_normal((rows, columns)) * np.exp2(np.round(exponents))[:, None], dtype)
 
 

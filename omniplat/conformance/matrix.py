@@ -93,7 +93,14 @@ def _same(entry: Mapping[str, Any], capability: Capability) -> bool:
         and tuple(entry["weights"]) == capability.weights
         and tuple(entry["activations"]) == capability.activations
         and entry["executes"] == capability.executes
+        and _covers(entry.get("scale_rules", ()), capability.scale_rules)
+        and _covers(entry.get("roundings", ()), capability.roundings)
     )
+
+
+def _covers(proven: Sequence[str], declared: Sequence[str]) -> bool:
+    """Whether rules that were proven (none named: every one) are at least those that are declared."""
+    return not proven or (bool(declared) and set(declared) <= set(proven))
 
 
 def _best(texts: Sequence[str]) -> str:

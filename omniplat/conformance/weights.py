@@ -78,6 +78,27 @@ def exact_weight(
     return replace(weight, tensors=tensors)
 
 
+def picking_weight(scheme: Scheme, columns: Array, width: int) -> CanonicalWeight:
+    """A weight [N, width] whose row n is 1 in column `columns[n]` and 0 elsewhere: what comes out is what a kernel
+    makes of its input. For schemes that `has_exact`."""
+    weight = _encoded(scheme, _picking(columns, width))
+    return replace(weight, tensors={**weight.tensors, **static_input(scheme.activation)})
+
+
+def gated_weight(scheme: Scheme, gate: Array, columns: Array, width: int) -> CanonicalWeight:
+    """An expert's first weight [2I, width]: rows of gate that add the columns `gate` up, then rows of up that pick one
+    of `columns` each."""
+    gates = np.zeros((len(columns), width))
+    gates[:, gate] = 1
+    return _encoded(scheme, np.concatenate([gates, _picking(columns, width)]))
+
+
+def _picking(columns: Array, width: int) -> Array:
+    values: Array = np.zeros((len(columns), width))
+    values[np.arange(len(columns)), columns] = 1
+    return values
+
+
 def has_exact(scheme: Scheme) -> bool:
     """True where `exact_weight` can write the scheme."""
     quant = scheme.weight

@@ -102,7 +102,7 @@ def test_a_kernel_is_held_against_its_own_rule_for_scales(rule: str) -> None:
     weight = weights.random_weight(scheme, 32, 256, rng)
     x = inputs.random_input(64, 256, rng, "bf16")
     made = {
-        name: expected.linear(x, weight, Capability("k", "linear", ("mxfp8",), ("mxfp8",), scale_rule=name), "bf16")
+        name: expected.linear(x, weight, Capability("k", "linear", ("mxfp8",), ("mxfp8",), scale_rules=(name,)), "bf16")
         for name in ("floor", "even", "ceil")
     }
     found = made[rule]

@@ -10,7 +10,7 @@ from tests.plugins.install import HERE, read_pyproject
 
 def test_every_animal_is_tested() -> None:
     names = read_pyproject(HERE / "zoo")["project"]["entry-points"]["omniplat.backends"]
-    assert set(names) == {*FAULTS, "zoo-correct"}
+    assert set(names) == {*FAULTS, "zoo-correct", "zoo-emulated"}
 
 
 @pytest.mark.parametrize("name", CORRECT)
@@ -43,3 +43,5 @@ def test_what_the_tiers_say(runs: Runs) -> None:
     assert "bound" in tiers("zoo-scale-row")
     assert {"noise", "range_of_rows"} <= tiers("zoo-bf16-fallback")
     assert "range_of_rows" in tiers("zoo-per-tensor")
+    assert tiers("zoo-own-rule") == {"rules_for_activations"}
+    assert {"exact_of_experts", "bound_of_experts"} <= tiers("zoo-routing-weights")

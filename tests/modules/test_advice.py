@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import omniplat
-from omniplat.conformance.checkpoint import write_checkpoint
+from omniplat.conformance.dialect import write_checkpoint
 from omniplat.errors import UsageError
 from omniplat.models.advice import REFUSED, SENSITIVE, why_sensitive
 from omniplat.scheme import Scheme

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import omniplat
-from omniplat.conformance.checkpoint import storable, stored_tensors
+from omniplat.conformance.dialect import storable, stored_tensors
 from omniplat.errors import UsageError
 from omniplat.modules.layers import ModelLinear
 from omniplat.online import parse_method

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import omniplat
-from omniplat.conformance.checkpoint import write_checkpoint
+from omniplat.conformance.dialect import write_checkpoint
 from omniplat.modules.layers import ModelLinear
 from omniplat.online import METHODS
 from omniplat.scheme import Scheme

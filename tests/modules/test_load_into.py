@@ -13,7 +13,8 @@ from torch import nn
 
 import omniplat
 from omniplat import oracle
-from omniplat.conformance.checkpoint import Written, write_checkpoint
+from omniplat.conformance.dialect import write_checkpoint
+from omniplat.conformance.model import Written
 from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError, UsageError
 from omniplat.modules.layers import ModelExperts, ModelLinear
 from omniplat.scheme import UNQUANTIZED, Scheme

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from omniplat.conformance.checkpoint import Sizes
+from omniplat.conformance.model import Sizes
 
 SIZES = Sizes(hidden=64, inner=96, heads=2, kv_heads=1, head_dim=32)
 EXPERT_SIZES = Sizes(hidden=64, inner=96, heads=2, kv_heads=1, head_dim=32, experts=3)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import lcm
 from pathlib import Path
 
+import pytest
+
+from omniplat.api import load_layers
 from omniplat.capability import Rejected, ShapeRule
+from omniplat.conformance.canonical_file import plan_canonical, write_canonical
 from omniplat.conformance.cases import Case, case_of, representative, schemes_of
-from omniplat.conformance.catalog import declared_activations, declared_weights, fitting, scheme_of
-from omniplat.conformance.checkpoint import WRITABLE, Sizes, modules_of, write_checkpoint
+from omniplat.conformance.catalog import fitting
 from omniplat.conformance.checks import Named, check
 from omniplat.conformance.judge import expert_trial, linear_trial
+from omniplat.conformance.model import Sizes, modules_of
 from omniplat.conformance.subject import Subject
+from omniplat.conformance.untouched import nothing_is_read
 from omniplat.conformance.weights import columns_unit
 from omniplat.errors import UnsupportedCombinationError
 from omniplat.match import Policy, decide
@@ -22,6 +28,8 @@ from omniplat.scheme import UNQUANTIZED
 _OUT = (1, 2, 15, 17, 33, 64, 65, 127, 129)
 _IN = (1, 33, 65, 97, 129, 161, 260, 513)
 _LARGEST = 1 << 22
+#: Columns of a written layer at most.
+_WIDEST = 4096
 
 
 def _inside(subject: Subject, profile: str) -> Iterable[Case]:
@@ -131,39 +139,28 @@ def _assert_right(subject: Subject, case: Case) -> None:
 
 
 def _files(subject: Subject, profile: str) -> Iterable[Named]:
-    """Rules on a linear layer's K or N whose outside a file can hold, where no other capability takes it."""
+    """For each capability with a rule on a linear layer's K, a size just outside that its scheme can have."""
     for capability in subject.spec.capabilities:
         if capability.op != "linear":
             continue
-        for weight, activation in WRITABLE:
-            declares = declared_weights(capability, (weight,)) and declared_activations(capability, (activation,))
-            unit = columns_unit(scheme_of(weight, activation))
+        for scheme in schemes_of(subject, capability, "quick"):
+            unit = lcm(columns_unit(scheme), 8)
             sizes = [s for rule in capability.shapes if rule.dim == "in" for s in outside(rule) if s % unit == 0]
-            if declares and sizes and sizes[0] <= 4096 and sizes[0] % 8 == 0:
-                yield Named(f"{capability.name}-{weight}/{activation}-in-{sizes[0]}", capability,
-                            (weight, activation, sizes[0]))  # fmt: skip
+            if sizes and sizes[0] <= _WIDEST:
+                yield Named(f"{capability.name}-{scheme.id}-in-{sizes[0]}", capability, (scheme, sizes[0]))
                 break
 
 
 @check("boundary", _files, runs=False)
 def test_a_file_outside_is_refused(subject: Subject, case: Named, tmp_path: Path) -> None:
-    """From a checkpoint on: no layer of the size runs on this capability, and loading raises before any tensor."""
-    from omniplat.api import load, make_planned
-    from omniplat.conformance.untouched import nothing_is_read
-
-    weight, activation, size = case.value
-    scheme = scheme_of(weight, activation)
+    """From a checkpoint on: no layer of the size is planned on the capability, and loading raises before any tensor."""
+    assert case.capability is not None
+    scheme, size = case.value
     sizes = Sizes(size, 256, head_dim=64)
     keep = [name for name, (_, columns) in modules_of(sizes).items() if columns != size]
-    folder = tmp_path / "checkpoint"
-    write_checkpoint(folder, scheme, sizes, exceptions=dict.fromkeys(keep, UNQUANTIZED))
-    planned = make_planned(folder, subject.device, backend=subject.spec.name)
-    assert case.capability is not None
-    assert all(item.capability is not case.capability for item in planned.layers)
-    if any(item.layer.status == "unsupported" for item in planned.layers):
-        with nothing_is_read():
-            try:
-                load(folder, subject.device, backend=subject.spec.name)
-            except UnsupportedCombinationError:
-                return
-        raise AssertionError(f"{case.id}: loading succeeds")
+    written = write_canonical(tmp_path / "checkpoint", scheme, sizes, exceptions=dict.fromkeys(keep, UNQUANTIZED))
+    planned = plan_canonical(written, subject, case.capability)
+    statuses = {item.layer.status for item in planned.layers} - {"unquantized"}
+    assert statuses == {"unsupported"}, f"layers outside are {statuses}"
+    with nothing_is_read(), pytest.raises(UnsupportedCombinationError):
+        list(load_layers(planned))

@@ -8,14 +8,40 @@ from dataclasses import replace
 import numpy as np
 
 from omniplat.canonical import Array
+from omniplat.capability import unfollowed
+from omniplat.conformance.build import expert_layer, make_routing
 from omniplat.conformance.cases import Case, case_of, numeric_cases, schemes_of
+from omniplat.conformance.catalog import rule_variants
 from omniplat.conformance.checks import check
 from omniplat.conformance.expected import executed_activation, rounded
-from omniplat.conformance.inputs import random_input, representable_input, spread_groups, spread_rows
-from omniplat.conformance.judge import LinearTrial, expert_trial, linear_trial, make_weight
+from omniplat.conformance.inputs import as_dtype, nudged, random_input, representable_input, spread_groups, spread_rows
+from omniplat.conformance.judge import (
+    ExpertTrial,
+    LinearTrial,
+    expert_trial,
+    for_execution,
+    linear_trial,
+    make_weight,
+)
 from omniplat.conformance.subject import Subject
-from omniplat.conformance.tolerances import UNITS, Float64, inside_window, noise_ratio, noise_ratios
-from omniplat.conformance.weights import exact_weight, has_exact, zeroed_columns
+from omniplat.conformance.tolerances import (
+    UNITS,
+    Float64,
+    excess,
+    gamma,
+    inside_window,
+    noise_ratio,
+    noise_ratios,
+    rounding,
+)
+from omniplat.conformance.weights import (
+    exact_weight,
+    gated_weight,
+    has_exact,
+    picking_weight,
+    stack,
+    zeroed_columns,
+)
 
 Record = Callable[[str, object], None]
 
@@ -34,6 +60,24 @@ def _experts(subject: Subject, profile: str) -> Iterable[Case]:
     return numeric_cases(subject, profile, "moe")
 
 
+def _plain_experts(subject: Subject, profile: str) -> Iterable[Case]:
+    for case in numeric_cases(subject, profile, "moe"):
+        if executed_activation(case.capability, case.scheme) is None:
+            yield case
+
+
+def _exact_experts(subject: Subject, profile: str) -> Iterable[Case]:
+    for case in _plain_experts(subject, profile):
+        if has_exact(case.scheme) and not case.capability.via:
+            yield replace(case, bias=False, variant="exact")
+
+
+def _quantizing_experts(subject: Subject, profile: str) -> Iterable[Case]:
+    for case in numeric_cases(subject, profile, "moe"):
+        if executed_activation(case.capability, case.scheme) is not None:
+            yield case
+
+
 def _quantizing(subject: Subject, profile: str) -> Iterable[Case]:
     """One case per activation that a capability's kernel quantizes at run time."""
     for capability in subject.spec.capabilities:
@@ -46,6 +90,51 @@ def _quantizing(subject: Subject, profile: str) -> Iterable[Case]:
                 continue
             seen.add(executed)
             yield case_of(capability, scheme, rows=25, n=96, k=256, dtype=capability.dtypes[0])
+
+
+def _by_rule(subject: Subject, profile: str) -> Iterable[Case]:
+    """One case per activation and rule for its scales, and per rounding, of those that a kernel follows."""
+    for capability in subject.spec.capabilities:
+        if capability.op != "linear":
+            continue
+        schemes = schemes_of(subject, capability, "full")
+        plain = next((scheme for scheme in schemes if has_exact(scheme)), None)
+        seen = set()
+        for scheme in schemes:
+            if scheme.activation is None or plain is None or capability.executes not in ("", scheme.activation_id):
+                continue
+            # of a dual level's first division nobody says in which type its quotient is
+            variants = rule_variants(scheme.activation) if scheme.activation.second_scale != "dual" else ()
+            for quant in variants:
+                used = plain.with_activation(quant)
+                if quant in seen or (unfollowed(capability, quant) is not None and not capability.substitutes):
+                    continue
+                seen.add(quant)
+                variant = f"{quant.scale_rule}-{quant.rounding}"
+                yield case_of(capability, used, rows=9, k=256, dtype=capability.dtypes[-1], variant=variant)
+
+
+@check("numerics", _by_rule)
+def test_rules_for_activations(subject: Subject, case: Case) -> None:
+    """Codes and scales of the input, read through a weight of ones that picks columns: those of the checkpoint's rule.
+
+    Sizes of a trained model's activations, and of ones that are nearly nothing.
+    """
+    rng = case.rng()
+    picked = rng.permutation(case.k)[np.arange(case.n) % case.k]
+    weight = for_execution(
+        picking_weight(case.scheme, picked, case.k), executed_activation(case.capability, case.scheme)
+    )
+    trial = linear_trial(subject, replace(case, n=len(picked)), weight)
+    for scale in (1.0, 2.0**-12):
+        x = as_dtype(random_input(case.rows, case.k, rng, case.dtype) * scale, case.dtype)
+        # Values that a few roundings of float32 carry over the middle of two codes may have either.
+        near = [trial.expect(values).y for values in (x, nudged(x, 1 + 2.0**-22), nudged(x, 1 - 2.0**-22))]
+        y = np.clip(found := trial.run(x), np.min(near, axis=0), np.max(near, axis=0))
+        # One product a sum, and scales on top of it: a handful of roundings.
+        unit = max(UNITS[case.capability.accumulator], UNITS["f32"])
+        beyond = excess(found, y, gamma(8, unit) * np.abs(y) + rounding(y, case.dtype))
+        assert beyond is None, f"{case.id}: {beyond}; list the rules that the kernel follows in `scale_rules`"
 
 
 @check("numerics", _exact)
@@ -138,9 +227,70 @@ def _slack(case: Case) -> float:
     return 0.0 if UNITS[case.capability.accumulator] <= UNITS["f32"] else 0.1
 
 
-@check("numerics", _experts)
-def test_experts(subject: Subject, case: Case, record_property: Record) -> None:
-    """Routing and both linears: within the bound for plain activations, else with the declared quantization's error."""
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+#: Columns whose inputs are 4 and whose weights in every gate are 1: a gate of 32, for which silu is the identity.
+_GATE = np.arange(32, 40)
+
+
+@check("numerics", _exact_experts)
+def test_exact_of_experts(subject: Subject, case: Case) -> None:
+    """Small integers through gates of 32, picked by ones: every bit of the routed sum has to be right.
+
+    Finds experts, rows and columns that are swapped, shifted or dropped, gate in the place of up, and weights of
+    routing that are those of another choice.
+    """
+    rng = case.rng()
+    w13, w2 = [], []
+    for _ in range(case.experts):
+        ups = rng.permutation(case.k)[np.arange(case.inner) % case.k]
+        downs = rng.permutation(case.inner)[np.arange(case.k) % case.inner]
+        w13.append(gated_weight(case.scheme, _GATE, ups, case.k))
+        w2.append(picking_weight(case.scheme, downs, case.inner))
+    first, second = stack(w13), stack(w2)
+    layer = expert_layer(subject, case.capability, first, second, case.dtype)
+    x = rng.integers(-4, 5, (case.rows, case.k)).astype(np.float32)
+    x[:, _GATE] = 4.0
+    routing = make_routing(case.rows, case.experts, min(2, case.experts), rng)
+    routing = replace(routing, weights=np.exp2(rng.integers(-3, 1, routing.weights.shape)).astype(np.float32))
+    trial = ExpertTrial(subject, case, first, second, layer)
+    wanted = rounded(trial.expect(x, routing).y, case.dtype)
+    np.testing.assert_array_equal(trial.run(x, routing), wanted)
+
+
+@check("numerics", _plain_experts)
+def test_bound_of_experts(subject: Subject, case: Case, record_property: Record) -> None:
+    """Routing and both linears within the propagated bound."""
     trial = expert_trial(subject, case)
-    measured = trial.assert_right(trial.input(), trial.routing())
-    record_property("experts", measured)
+    record_property("bound_use_experts", trial.assert_right(trial.input(), trial.routing()))
+
+
+@check("numerics", _quantizing_experts)
+def test_noise_of_experts(subject: Subject, case: Case, record_property: Record) -> None:
+    """Routing and both linears with the error of the declared quantization."""
+    trial = expert_trial(subject, case)
+    ratio = trial.assert_right(trial.input(), trial.routing())
+    record_property("noise_experts", ratio)
+    record_property("noise_experts_min", ratio)
+
+
+@check("numerics", _experts)
+def test_range_of_experts(subject: Subject, case: Case, record_property: Record) -> None:
+    """Rows of sizes that lie 2^8 apart, each judged by itself."""
+    trial = expert_trial(subject, case)
+    x = spread_rows(case.rows, case.k, case.rng(), case.dtype, binades=8)
+    routing = trial.routing()
+    wanted, found = trial.expect(x, routing), trial.run(x, routing)
+    if np.isfinite(wanted.allowed).all():
+        beyond = excess(found, wanted.y, wanted.allowed)
+        assert beyond is None, f"{case.id}: {beyond}"
+        return
+    reference = rounded(wanted.y, case.dtype)
+    ratios = noise_ratios(found, reference, wanted.unquantized)
+    own = np.linalg.norm(reference - wanted.unquantized, axis=-1)
+    judged = own > 4 * np.linalg.norm(rounding(wanted.y, case.dtype), axis=-1)
+    if judged.any():
+        record_property("range_experts", float(ratios[judged].max()))
+        record_property("range_experts_min", float(ratios[judged].min()))
+    wrong = [(int(i), float(ratios[i])) for i in np.nonzero(judged)[0] if not inside_window(float(ratios[i]))]
+    assert not wrong, f"{case.id}: rows (and their ratio of errors) out of the window: {wrong[:8]}"

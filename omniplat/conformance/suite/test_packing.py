@@ -7,22 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from omniplat.api import load_layers
 from omniplat.canonical import Array, CanonicalWeight
 from omniplat.conformance import expected
 from omniplat.conformance.build import expert_layer, linear_layer, run_experts, run_linear
 from omniplat.conformance.cases import Case, numeric_cases
-from omniplat.conformance.checkpoint import Sizes, write_checkpoint
 from omniplat.conformance.checks import Named, check
 from omniplat.conformance.expected import executed_activation
-from omniplat.conformance.files import assert_linear_right, writable
+from omniplat.conformance.files import assert_linear_right, held, plan_model, write_model
 from omniplat.conformance.inputs import as_dtype, representable_input
 from omniplat.conformance.judge import assert_experts_right, expert_trial, make_weight
 from omniplat.conformance.subject import Subject
 from omniplat.conformance.tolerances import excess
+from omniplat.conformance.untouched import nothing_is_read
 from omniplat.errors import InvalidCheckpointError
 from omniplat.runtime.assemble import Assembly
-from omniplat.scheme import UNQUANTIZED, Scheme, low_rank_base
+from omniplat.scheme import low_rank_base
 
 
 def _fusable(subject: Subject, profile: str) -> Iterable[Case]:
@@ -93,56 +95,36 @@ def test_gate_before_up(subject: Subject, case: Case) -> None:
 
 
 def _mixable(subject: Subject, profile: str) -> Iterable[Named]:
-    return writable(subject, "linear", profile)
+    return held(subject, "linear", "quick")
 
 
 def _mixable_experts(subject: Subject, profile: str) -> Iterable[Named]:
-    return writable(subject, "moe", profile)
+    return held(subject, "moe", "quick")
 
 
 @check("packing", _mixable)
 def test_mixed_parts_run_unfused(subject: Subject, case: Named, tmp_path: Path) -> None:
     """v left in 16 bits, and up: q, k and gate are planned and loaded by themselves, with their own values."""
-    from omniplat.api import load, make_planned
-
-    scheme: Scheme = case.value
-    sizes = Sizes(256, 256, head_dim=64)
     attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
-    mixed = {f"{attention}.v_proj": UNQUANTIZED, f"{mlp}.up_proj": UNQUANTIZED}
-    written = write_checkpoint(tmp_path / "checkpoint", scheme, sizes, exceptions=mixed)
-    planned = make_planned(written.folder, subject.device, backend=subject.spec.name)
+    written = write_model(tmp_path / "checkpoint", case, mixed=(f"{attention}.v_proj", f"{mlp}.up_proj"))
+    planned = plan_model(written, subject, case)
     names = {item.layer.name: item.layer.status for item in planned.layers}
     assert names[f"{attention}.v_proj"] == "unquantized"
     assert names[f"{attention}.q_proj"] == names[f"{attention}.k_proj"] == names[f"{mlp}.gate_proj"] == "ok"
     assert "mixed-fused-shards" in {item.code for item in planned.plan.findings}
-    layers = load(written.folder, subject.device, backend=subject.spec.name)
-    for item in planned.layers:
+    for _, item, layer in load_layers(planned):
         if item.layer.name in (f"{attention}.q_proj", f"{mlp}.gate_proj"):
-            assert item.capability is not None
-            assert_linear_right(subject, item, layers[item.layer.name], written)
+            assert_linear_right(subject, item, layer, written)
 
 
 @check("packing", _mixable_experts, runs=False)
 def test_mixed_experts_are_refused(subject: Subject, case: Named, tmp_path: Path) -> None:
     """One expert left in 16 bits: the layer is invalid, and loading raises before any tensor."""
-    from omniplat.api import load, make_planned
-    from omniplat.conformance.untouched import nothing_is_read
-
-    scheme: Scheme = case.value
     prefix = "model.layers.0.mlp.experts.1"
-    mixed = {f"{prefix}.{name}": UNQUANTIZED for name in ("gate_proj", "up_proj", "down_proj")}
-    sizes = Sizes(256, 256, head_dim=64, experts=3)
-    written = write_checkpoint(tmp_path / "checkpoint", scheme, sizes, exceptions=mixed)
-    planned = make_planned(written.folder, subject.device, backend=subject.spec.name)
-    status = {item.layer.op: item.layer.status for item in planned.layers}
-    assert status["moe"] == "invalid"
-    with nothing_is_read():
-        try:
-            load(written.folder, subject.device, backend=subject.spec.name)
-        except InvalidCheckpointError:
-            return
-        except NotImplementedError:
-            # The dense layers of the scheme may have no kernel here; that is told first.
-            assert "unsupported" in {item.layer.status for item in planned.layers}
-            return
-    raise AssertionError("a layer of mixed experts loads")
+    mixed = [f"{prefix}.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+    written = write_model(tmp_path / "checkpoint", case, experts=3, mixed=mixed)
+    planned = plan_model(written, subject, case)
+    (status,) = [item.layer.status for item in planned.layers if item.layer.op == "moe"]
+    assert status == "invalid"
+    with nothing_is_read(), pytest.raises(InvalidCheckpointError):
+        list(load_layers(planned))

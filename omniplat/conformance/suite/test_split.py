@@ -12,43 +12,45 @@ from omniplat.canonical import Array
 from omniplat.checkpoint.reader import ShardReader
 from omniplat.conformance import expected
 from omniplat.conformance.build import make_routing, run_experts, run_linear
-from omniplat.conformance.checkpoint import Sizes, Written, modules_of, write_checkpoint
 from omniplat.conformance.checks import Named, check
 from omniplat.conformance.files import (
     ROWS,
     assert_module_right,
     canonical_of,
+    held,
     loaded_input,
+    plan_model,
     pseudo_case,
     stacked_of,
-    writable,
+    write_model,
 )
 from omniplat.conformance.inputs import random_input
 from omniplat.conformance.judge import assert_experts_right
+from omniplat.conformance.model import Written
 from omniplat.conformance.subject import Subject
 from omniplat.conformance.tolerances import Float64, rounding
-from omniplat.planner import Planned, PlannedLayer
+from omniplat.planner import PlannedLayer
 from omniplat.runtime.kernel import load_kernel
 from omniplat.runtime.layers import QuantExperts, QuantLinear
 from omniplat.runtime.load import load_layer
 from omniplat.runtime.slicer import Rank
-from omniplat.scheme import UNQUANTIZED
 
 TP = 2
 
 
 def _linear(subject: Subject, profile: str) -> Iterable[Named]:
-    return writable(subject, "linear", profile)
+    return held(subject, "linear", "quick")
 
 
 def _moe(subject: Subject, profile: str) -> Iterable[Named]:
-    return writable(subject, "moe", profile)
+    return held(subject, "moe", "quick")
 
 
 @check("split", _linear)
 def test_tensor_parallel(subject: Subject, case: Named, tmp_path: Path) -> None:
     """Two ranks: outputs of column-parallel layers side by side, sums of row-parallel ones, are the whole's."""
-    written, planned = _planned(subject, case, Sizes(256, 512, head_dim=64), tmp_path)
+    written = write_model(tmp_path / "checkpoint", case)
+    planned = plan_model(written, subject, case)
     reader = ShardReader(written.folder)
     tested = 0
     for item in planned.layers:
@@ -61,14 +63,6 @@ def test_tensor_parallel(subject: Subject, case: Named, tmp_path: Path) -> None:
         else:
             _assert_side_by_side(subject, item, ranks, written)
     assert tested, "no layer could be split"
-
-
-def _planned(subject: Subject, case: Named, sizes: Sizes, folder: Path) -> tuple[Written, Planned]:
-    from omniplat.api import make_planned
-
-    others = [name for name in modules_of(sizes) if sizes.experts and ".experts." not in name]
-    written = write_checkpoint(folder / "checkpoint", case.value, sizes, exceptions=dict.fromkeys(others, UNQUANTIZED))
-    return written, make_planned(written.folder, subject.device, backend=subject.spec.name)
 
 
 def _loaded(subject: Subject, item: PlannedLayer, reader: ShardReader, rank: Rank) -> QuantLinear | QuantExperts:
@@ -120,7 +114,8 @@ def _assert_side_by_side(
 @check("split", _moe)
 def test_experts_over_ranks(subject: Subject, case: Named, tmp_path: Path) -> None:
     """Two ranks with half of the experts each, and two with half of every expert: their outputs add up."""
-    written, planned = _planned(subject, case, Sizes(256, 512, head_dim=64, experts=4), tmp_path)
+    written = write_model(tmp_path / "checkpoint", case, experts=4)
+    planned = plan_model(written, subject, case)
     reader = ShardReader(written.folder)
     (item,) = [item for item in planned.layers if item.layer.op == "moe"]
     spec, capability = item.packed.spec, item.capability

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -76,6 +76,11 @@ class OnlineInt8(CorrectInt8):
 
 class Bf16FallbackInt8(CorrectInt8):
     fault = "bf16"
+
+
+class OwnRuleInt8(CorrectInt8):
+    def check(self, weight: WeightTensors, spec: LayerSpec) -> None:
+        require_declared("zoo", replace(INT8, scale_rules=()), weight, spec, ("codes", "scale"))
 
 
 class PerTensorInt8(CorrectInt8):
@@ -222,6 +227,10 @@ class CorrectExperts(MoeKernel[Config]):
 
 class ExpertOrderExperts(CorrectExperts):
     fault = "expert-order"
+
+
+class RoutingWeightsExperts(CorrectExperts):
+    fault = "routing-weights"
 
 
 class UpFirstExperts(CorrectExperts):

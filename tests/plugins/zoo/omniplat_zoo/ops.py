@@ -86,7 +86,8 @@ def mlp(
         out = (torch.nn.functional.silu(gate) * up) @ w2[used].T
         if b2 is not None:
             out = out + b2[used].float()
-        y.index_add_(0, rows, out * topk_weights[rows, slots, None])
+        weights = topk_weights.flip(1) if fault == "routing-weights" else topk_weights
+        y.index_add_(0, rows, out * weights[rows, slots, None])
     return y.to(out_dtype)
 
 

@@ -12,7 +12,15 @@ from omniplat.host import detect_cpu, installed_versions
 _TORCH = ("torch>=2.6",)
 
 INT8 = Capability(
-    "int8", "linear", ("int8-channel",), ("int8-token",), requires=_TORCH, accumulator="int32", impl="Int8"
+    "int8",
+    "linear",
+    ("int8-channel",),
+    ("int8-token",),
+    scale_rules=("absmax",),
+    roundings=("nearest-even",),
+    requires=_TORCH,
+    accumulator="int32",
+    impl="Int8",
 )
 FOUR_BITS = Capability(
     "four_bits", "linear", ("int4-g32", "mxfp4", "nvfp4"), ("a16",), requires=_TORCH, impl="FourBits"
@@ -51,6 +59,8 @@ SCALE_ROW = backend("scale-row", INT8)
 GLOBAL_DIVIDED = backend("global-divided", FOUR_BITS)
 E8M0_NUMBER = backend("e8m0-number", FOUR_BITS)
 BF16_FALLBACK = backend("bf16-fallback", INT8)
+#: Says that it follows every rule for scales of activations, and always divides by 127.
+OWN_RULE = backend("own-rule", replace(INT8, scale_rules=()))
 PER_TENSOR = backend("per-tensor", INT8)
 NO_BIAS = backend("no-bias", INT8)
 DECLARES_MORE = backend("declares-more", INT8)
@@ -58,6 +68,7 @@ K_TAIL = backend("k-tail", INT8)
 NEEDS_K64 = backend("needs-k64", INT8)
 MUTATES = backend("mutates", INT8)
 UNREPEATABLE = backend("unrepeatable", INT8)
+ROUTING_WEIGHTS = backend("routing-weights", EXPERTS)
 EXPERT_ORDER = backend("expert-order", EXPERTS)
 UP_FIRST = backend("up-first", EXPERTS)
 DECLARES_LESS = backend("declares-less", INT8)

@@ -1,14 +1,12 @@
-"""A small quantized checkpoint, written as llm-compressor writes them, so that the whole way from a file is walked.
+"""Quantized checkpoints written as llm-compressor writes them: the whole way from a published dialect is walked.
 
-One decoder layer with attention and a gated MLP, and one with experts where asked. The canonical weights that went
-in are returned: what comes out of loading is judged by them.
+The canonical weights that went in are returned: what comes out of loading is judged by them.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +14,10 @@ import ml_dtypes
 import numpy as np
 
 from omniplat.canonical import Array, CanonicalWeight
+from omniplat.conformance.model import Sizes, Written, model_config, modules_of, write_files
 from omniplat.conformance.weights import random_weight
 from omniplat.oracle import unpack_nibbles
-from omniplat.scheme import UNQUANTIZED, Scheme
-
-_DTYPES = {
-    np.dtype(ml_dtypes.bfloat16): "BF16",
-    np.dtype(ml_dtypes.float8_e4m3fn): "F8_E4M3",
-    np.dtype(np.float16): "F16",
-    np.dtype(np.float32): "F32",
-    np.dtype(np.int8): "I8",
-    np.dtype(np.uint8): "U8",
-    np.dtype(np.int32): "I32",
-    np.dtype(np.int64): "I64",
-}
+from omniplat.scheme import UNQUANTIZED, Scheme, parse_activation_id, parse_weight_id
 
 #: Weight id -> (format, arguments) of the weights that the writer can store.
 _WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -91,43 +79,17 @@ WRITABLE: tuple[tuple[str, str], ...] = (
 )
 """Schemes that the writer can store."""
 
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes of the written model. `inner` is the MLP's and the experts' intermediate size; no experts where 0."""
-
-    hidden: int
-    inner: int
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    experts: int = 0
+#: What the dialect's readers know of its run-time quantizers: the rules for scales that are not the format's default.
+_SCALE_RULES = {"int8-token": "half-range", "mxfp4": "even", "mxfp8": "even-m1"}
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A checkpoint on disk and the canonical weight of each of its modules."""
-
-    folder: Path
-    weights: Mapping[str, CanonicalWeight]
-    sizes: Sizes
-
-
-def modules_of(sizes: Sizes) -> dict[str, tuple[int, int]]:
-    """Name -> (N, K) of every module."""
-    layer = "model.layers.0"
-    q, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-    found = {
-        f"{layer}.self_attn.q_proj": (q, sizes.hidden),
-        f"{layer}.self_attn.k_proj": (kv, sizes.hidden),
-        f"{layer}.self_attn.v_proj": (kv, sizes.hidden),
-        f"{layer}.self_attn.o_proj": (sizes.hidden, q),
-    }
-    mlps = [f"{layer}.mlp"] if not sizes.experts else [f"{layer}.mlp.experts.{e}" for e in range(sizes.experts)]
-    for mlp in mlps:
-        found |= {f"{mlp}.gate_proj": (sizes.inner, sizes.hidden), f"{mlp}.up_proj": (sizes.inner, sizes.hidden)}
-        found[f"{mlp}.down_proj"] = (sizes.hidden, sizes.inner)
-    return found
+def declared_scheme(weight: str, activation: str) -> Scheme:
+    """The scheme that such a file declares, with its rules for activations."""
+    scheme = Scheme(parse_weight_id(weight), parse_activation_id(activation))
+    if scheme.activation is None:
+        return scheme
+    rule = _SCALE_RULES.get(activation, "")
+    return scheme.with_activation(replace(scheme.activation, scale_rule=rule, rounding="nearest-even"))
 
 
 def write_checkpoint(
@@ -147,10 +109,7 @@ def write_checkpoint(
         weight = storable(random_weight(used, rows, columns, rng))
         weights[name] = weight
         tensors |= {f"{name}.{key}": array for key, array in stored_tensors(weight).items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    config = _config(scheme, sizes, exceptions or {})
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    _write_shard(folder / "model.safetensors", tensors)
+    write_files(folder, model_config(sizes) | {"quantization_config": _config(scheme, exceptions or {})}, tensors)
     return Written(folder, weights, sizes)
 
 
@@ -196,31 +155,17 @@ def _int32_words(codes: Array) -> Array:
     return np.asarray(words.view(np.int32))
 
 
-def _config(scheme: Scheme, sizes: Sizes, exceptions: Mapping[str, Scheme]) -> dict[str, Any]:
+def _config(scheme: Scheme, exceptions: Mapping[str, Scheme]) -> dict[str, Any]:
     groups: dict[str, Any] = {"group_0": _group(scheme, ["Linear"])}
     for index, other in enumerate(dict.fromkeys(exceptions.values()), 1):
         if other != UNQUANTIZED:
             groups[f"group_{index}"] = _group(other, [n for n, used in exceptions.items() if used == other])
-    quantization = {
+    return {
         "quant_method": "compressed-tensors",
         "format": "mixed-precision" if len(groups) > 1 else groups["group_0"]["format"],
         "config_groups": groups,
         "ignore": [name for name, used in exceptions.items() if used == UNQUANTIZED],
     }
-    config: dict[str, Any] = {
-        "model_type": "qwen3_moe" if sizes.experts else "qwen3",
-        "hidden_size": sizes.hidden,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "head_dim": sizes.head_dim,
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-        "num_hidden_layers": 1,
-        "quantization_config": quantization,
-    }
-    if sizes.experts:
-        config |= {"num_experts": sizes.experts, "num_experts_per_tok": 2, "moe_intermediate_size": sizes.inner}
-    return config
 
 
 def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
@@ -233,22 +178,3 @@ def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
         "weights": {**weights, **common, "dynamic": False},
         "input_activations": {**inputs, **common} if inputs is not None else None,
     }
-
-
-def _write_shard(path: Path, tensors: Mapping[str, Array]) -> None:
-    """One safetensors file: eight bytes of length, the header, the bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, array in tensors.items():
-        header[name] = {
-            "dtype": _DTYPES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [offset, offset + array.nbytes],
-        }
-        offset += array.nbytes
-    blob = json.dumps(header).encode()
-    blob += b" " * (-len(blob) % 8)
-    with path.open("wb") as file:
-        file.write(len(blob).to_bytes(8, "little") + blob)
-        for array in tensors.values():
-            file.write(np.ascontiguousarray(array).tobytes())
