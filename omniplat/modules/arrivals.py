@@ -19,7 +19,7 @@ class Arriving(Protocol):
     """A layer of a model that is quantized as soon as its tensors are there."""
 
     def take(self, leaf: str, tensor: torch.Tensor) -> None:
-        """A tensor that the model's module has as `leaf`."""
+        """A tensor that the model's module has as `leaf`. Raises UsageError where it has none of that name."""
 
     def take_expert(self, key: ExpertKey, tensor: torch.Tensor) -> None:
         """A tensor of one expert. Raises InvalidCheckpointError where the layer has none."""
@@ -42,8 +42,10 @@ class ArrivingLinear:
     def take(self, leaf: str, tensor: torch.Tensor) -> None:
         if leaf == "bias":
             self._online.put_bias(tensor)
-        else:
+        elif leaf == "weight":
             self._online.put(tensor)
+        else:
+            raise _unknown(self._online.spec.name, leaf)
 
     def take_expert(self, key: ExpertKey, tensor: torch.Tensor) -> None:
         raise InvalidCheckpointError("is of one expert, the model has a linear layer there", key=key.experts)
@@ -68,6 +70,8 @@ class ArrivingExperts:
         self._form = form
 
     def take(self, leaf: str, tensor: torch.Tensor) -> None:
+        if leaf.removesuffix("_bias") not in (GATE_UP, DOWN):
+            raise _unknown(self._online.spec.name, leaf)
         if tensor.shape[:1] != (self._form.experts,):
             raise InvalidCheckpointError(
                 f"{leaf} is {list(tensor.shape)}, of {self._form.experts} experts", key=self._online.spec.name
@@ -108,6 +112,10 @@ class ArrivingExperts:
         return ModelExperts.of(self._online.finish(device, workspaces), workspaces)
 
 
+def _unknown(layer: str, leaf: str) -> UsageError:
+    return UsageError(f"{layer}.{leaf}: the model has no such parameter; only weights in 16 or 32 bit are quantized")
+
+
 class Arrivals:
     """Where tensors of a model go. Layers are finished, and given to `done`, as soon as they are complete; nothing of
     the model changes."""
@@ -137,7 +145,7 @@ class Arrivals:
         owner, _, leaf = name.rpartition(".")
         key = expert_key(name)
         if owner in self._finished or (key is not None and key.experts in self._finished):
-            raise InvalidCheckpointError("was delivered twice", key=name)
+            raise InvalidCheckpointError("is there twice, or the model has no such parameter", key=name)
         if owner in self._open:
             self._open[owner].take(leaf, tensor)
             self._finish(owner)

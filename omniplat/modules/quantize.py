@@ -93,9 +93,7 @@ def quantize_model(
     else:
         making.from_weights(model, survey, weights, key_mapping)
     if offload is None:
-        for root in components_of(model).values():
-            if any(isinstance(module, (ModelLinear, ModelExperts)) for module in root.modules()):
-                root.to(where)
+        _follow(model, where)
     return planned.plan
 
 
@@ -121,6 +119,15 @@ def restore(model: object) -> None:
     for place, layer in replaced:
         device = next((buffer.device for buffer in layer.buffers()), torch.device("cpu"))
         place.put(layer.original[0].to(device).train(layer.training))
+
+
+def _follow(model: object, device: torch.device) -> None:
+    """Move to `device` what has quantized layers there. A model with something on meta stays: part of it is offloaded,
+    and its hooks know where it runs."""
+    for root in components_of(model).values():
+        is_quantized = any(isinstance(module, (ModelLinear, ModelExperts)) for module in root.modules())
+        if is_quantized and not any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers())):
+            root.to(device)
 
 
 class _Making:

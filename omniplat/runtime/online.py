@@ -135,7 +135,8 @@ class _Matrices:
     def put_bias(self, tensor: torch.Tensor, row: int, rows: range | None, expert: int = 0) -> None:
         if (expert, row) not in self._biases:
             raise InvalidCheckpointError("has a bias, the layer has none", key=self._weights[expert, row].name)
-        self.left -= self._biases[expert, row].put(tensor, rows)
+        # a copy: unlike a weight it is kept until the layer is made, and the caller may reuse what it gave
+        self.left -= self._biases[expert, row].put(tensor.clone(), rows)
 
     @property
     def missing(self) -> tuple[str, ...]:

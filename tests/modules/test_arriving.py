@@ -107,6 +107,12 @@ UP = "model.layers.0.mlp.up_proj.weight"
         (lambda t: t | {"more.weight": torch.zeros(2)}, UsageError, "more.weight: the model has no such parameter"),
         (lambda t: [*t.items(), (UP, t[UP])], InvalidCheckpointError, "twice"),
         (lambda t: [*t.items(), ("model.norm.weight", t["model.norm.weight"])], InvalidCheckpointError, "twice"),
+        (
+            lambda t: t | {f"{UP}_scale": torch.ones(1)},
+            InvalidCheckpointError,
+            "weight_scale: is there twice, or the model has no such",
+        ),
+        (lambda t: {f"{UP}_scale": torch.ones(1)} | t, UsageError, "weight_scale: the model has no such parameter"),
         (lambda t: t | {UP: t[UP][:50]}, InvalidCheckpointError, r"is \[50, 64\] where \[96, 64\]"),
         (lambda t: t | {UP: t[UP] / 0}, InvalidCheckpointError, "mlp.up_proj: is not finite"),
         (lambda t: t | {UP: t[UP].to(torch.float8_e4m3fn)}, InvalidCheckpointError, "16 or 32 bit"),

@@ -460,6 +460,14 @@ def test_restored_layers_take_the_mode_of_the_model() -> None:
     assert not any(module.training for module in model.modules())
 
 
+def test_a_model_of_which_a_part_is_offloaded_is_not_moved() -> None:
+    model = tiny.decoder()
+    model.register_buffer("elsewhere", torch.empty(2, device="meta"))
+    omniplat.quantize_model(model, "mxfp8", "cpu")
+    assert quantized(model)
+    assert model.elsewhere.is_meta
+
+
 # --- routing --------------------------------------------------------------------------------------------------------
 
 
