@@ -17,6 +17,7 @@ from omniplat_cuda.capabilities.common import (
 
 _KERNELS = "omniplat_cuda.kernels.torch_native"
 _REENCODED = "omniplat_cuda.kernels.reencoded"
+_GROUPED = "omniplat_cuda.kernels.grouped"
 _SCALED_MM = multiples(16, "out", "in")
 _TENSOR_SCALED = ("fp8-token", "fp8-tensor", "fp8-tensor-static")
 MXFP8 = Capability(
@@ -134,12 +135,60 @@ LINEAR = (
 )
 
 _GROUPED_MM = multiples(16, "out", "in", "intermediate")
+GROUPED = Capability(
+    "scaled_grouped_mm",
+    "moe",
+    ("fp8-tensor", "fp8-channel"),
+    ("fp8-token",),
+    archs=SM90,
+    dtypes=("bf16",),
+    shapes=_GROUPED_MM,
+    requires=(TORCH, TRITON),
+    accumulator=FP8_ACCUMULATOR,
+    priority=30,
+    bias=False,
+    impl=f"{_GROUPED}:ScaledGroupedMm",
+)
+GROUPED_MXFP8 = Capability(
+    "scaled_grouped_mm_mxfp8",
+    "moe",
+    ("mxfp8",),
+    ("fp8-token",),
+    executes="fp8-token",
+    archs=SM90,
+    dtypes=("bf16",),
+    shapes=multiples(32, "out", "in", "intermediate"),
+    requires=(TORCH, TRITON),
+    accumulator=FP8_ACCUMULATOR,
+    priority=25,
+    via="fp8-channel",
+    bias=False,
+    impl=f"{_GROUPED}:ScaledGroupedMmMxfp8",
+)
+GROUPED_MXFP4 = Capability(
+    "scaled_grouped_mm_mxfp4",
+    "moe",
+    ("mxfp4",),
+    ("mxfp4",),
+    archs=SM90,
+    dtypes=("bf16",),
+    shapes=multiples(32, "out", "in", "intermediate"),
+    requires=(TORCH, TRITON),
+    accumulator=FP8_ACCUMULATOR,
+    priority=25,
+    via="fp8-channel",
+    resident=2.0,
+    bias=False,
+    impl=f"{_GROUPED}:ScaledGroupedMmMxfp4",
+)
 MOE = (
+    GROUPED,
     Capability(
-        "scaled_grouped_mm",
+        # One scale for all rows: experts of a checkpoint have static ones of their own.
+        "scaled_grouped_mm_tensor",
         "moe",
         ("fp8-tensor", "fp8-channel"),
-        _TENSOR_SCALED,
+        ("fp8-tensor", "fp8-tensor-static"),
         archs=SM90,
         dtypes=("bf16",),
         shapes=_GROUPED_MM,
@@ -148,36 +197,8 @@ MOE = (
         priority=30,
         bias=False,
     ),
-    Capability(
-        "scaled_grouped_mm_mxfp8",
-        "moe",
-        ("mxfp8",),
-        ("fp8-token",),
-        executes="fp8-token",
-        archs=SM90,
-        dtypes=("bf16",),
-        shapes=multiples(32, "out", "in", "intermediate"),
-        requires=(TORCH, TRITON),
-        accumulator=FP8_ACCUMULATOR,
-        priority=25,
-        via="fp8-channel",
-        bias=False,
-    ),
-    Capability(
-        "scaled_grouped_mm_mxfp4",
-        "moe",
-        ("mxfp4",),
-        ("mxfp4",),
-        archs=SM90,
-        dtypes=("bf16",),
-        shapes=multiples(32, "out", "in", "intermediate"),
-        requires=(TORCH, TRITON),
-        accumulator=FP8_ACCUMULATOR,
-        priority=25,
-        via="fp8-channel",
-        resident=2.0,
-        bias=False,
-    ),
+    GROUPED_MXFP8,
+    GROUPED_MXFP4,
 )
 
 CAPABILITIES = (*LINEAR, *MOE)

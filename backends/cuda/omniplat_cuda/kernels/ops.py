@@ -62,7 +62,7 @@ def _scaled_linear(
     count = rows.shape[0]
     if count == 0:
         return x.new_empty((*x.shape[:-1], features), dtype=out_dtype)
-    quantized, row_scale = _quantized(rows, decode_quant(activation), pre_scale, input_scale)
+    quantized, row_scale = quantize_to_fp8(rows, decode_quant(activation), pre_scale, input_scale)
     a, b = quantized.view(torch.float8_e4m3fn), codes.view(torch.float8_e4m3fn).t()
     # The product adds a bias of its own output's dtype only, and none in f32.
     fused = bias is None or (out_dtype in _HALF and bias.dtype == out_dtype)
@@ -84,7 +84,7 @@ def _scaled_linear(
     return y.to(out_dtype).view(*x.shape[:-1], features)
 
 
-def _quantized(
+def quantize_to_fp8(
     rows: torch.Tensor, quant: TensorQuant, pre_scale: torch.Tensor | None, input_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes of e4m3 [M, K] and multipliers: of an MX activation, regrouped under one scale per token."""

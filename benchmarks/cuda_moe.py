@@ -1,0 +1,180 @@
+"""Time of the cuda backend's layers of experts as a ratio to a BF16 layer over `grouped_mm`, measured in the same run.
+
+    python benchmarks/cuda_moe.py [--schemes mxfp4/mxfp4 ...] [--rows 1 16 32 256 4096] [--rounds 7] [--json]
+
+HunyuanImage-3's layer: 64 experts, 8 of them per token, hidden size 4096, intermediate size 3072, random routing. Both
+layers sort rows by expert, run w13, the gated activation and w2, and add up the experts of a token, from CUDA graphs;
+quantizing is included. The layers take turns, round by round; a ratio is taken within a round. Each output is compared
+with a float64 layer over the dequantized weights and quantized activations, as relative L2 over 8 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from cuda_linear import graph_of, replayed
+from omniplat_cuda.kernels.expert_ops import _combined
+from omniplat_cuda.spec import SPEC
+
+from omniplat.device import parse_device
+from omniplat.layer import LayerSpec, MoeSpec
+from omniplat.match import Policy, match
+from omniplat.portable.mx_grid import regroup_rows_torch
+from omniplat.portable.quantize import quantize_rows_torch
+from omniplat.runtime.kernel import MoeKernel, load_kernel
+from omniplat.runtime.layers import QuantExperts
+from omniplat.runtime.tensors import WeightTensors
+from omniplat.scheme import Scheme, parse_activation_id
+
+EXPERTS, TOP, HIDDEN, INNER = 64, 8, 4096, 3072
+SCHEMES = ("fp8-channel/fp8-token", "mxfp8/mxfp8", "mxfp4/mxfp4")
+
+
+@dataclass(frozen=True)
+class Result:
+    """`ratio` is BF16's time over the layer's (median, least, largest), `error` against the float64 layer."""
+
+    scheme: str
+    kernel: str
+    rows: int
+    ratio: tuple[float, float, float]
+    microseconds: float
+    bf16_microseconds: float
+    error: float
+
+
+def quantized(values: torch.Tensor, scheme: Scheme) -> tuple[WeightTensors, torch.Tensor]:
+    """Round to nearest, on the device: the weight, and what it stands for in bf16."""
+    experts, n, k = values.shape
+    rows = values.reshape(-1, k)
+    if scheme.weight_id == "fp8-channel":
+        codes, scale = quantize_rows_torch(rows, parse_activation_id("fp8-token"), None, None)  # type: ignore[arg-type]
+        tensors = {"codes": codes.view(experts, n, k), "scale": scale.view(experts, n, 1)}
+        dense = codes.view(torch.float8_e4m3fn).float() * scale
+    else:
+        groups = rows.float().view(len(rows), -1, 32)
+        exponent = torch.floor(torch.log2(groups.abs().amax(2, keepdim=True))) - (2 if scheme.weight.bits == 4 else 8)
+        scaled = groups / torch.exp2(exponent)
+        if scheme.weight.bits == 4:
+            table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=values.device)
+            bounds = (table[1:] + table[:-1]) / 2
+            index = torch.bucketize(scaled.abs(), bounds)
+            nibbles = (index | ((scaled < 0).long() << 3)).to(torch.uint8).view(len(rows), k)
+            codes = nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
+            dense = table[index].copysign(scaled) * torch.exp2(exponent)
+        else:
+            eights = scaled.clamp(-448, 448).to(torch.float8_e4m3fn)
+            codes, dense = eights.view(torch.uint8).view(len(rows), k), eights.float() * torch.exp2(exponent)
+        scale = (exponent.squeeze(2) + 127).to(torch.uint8)
+        tensors = {"codes": codes.view(experts, n, -1), "scale": scale.view(experts, n, -1)}
+    return WeightTensors(scheme, n, k, tensors, experts), dense.view(experts, n, k).bfloat16()
+
+
+def bf16_layer(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    """The same steps as the quantized layers', with BF16 products."""
+    ranked, order = torch.sort(ids.reshape(-1).long(), stable=True)
+    ends = torch.searchsorted(ranked, torch.arange(EXPERTS, device=x.device), right=True, out_int32=True)
+    both = F.grouped_mm(x[order // TOP], w13.transpose(1, 2), offs=ends)
+    gate, up = both.chunk(2, dim=1)
+    out = F.grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs=ends)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device)).view(-1, TOP)
+    return _combined(out, place, weights, ends[-1:], torch.bfloat16)
+
+
+def error_of(
+    y: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
+    scheme: Scheme, executes: str,
+) -> float:  # fmt: skip
+    """Relative L2 of the first 8 tokens."""
+
+    def seen(values: torch.Tensor) -> torch.Tensor:
+        quant = parse_activation_id(executes.partition("/")[2])
+        assert quant is not None
+        form = regroup_rows_torch(values, quant, None) if quant.scale_format == "e8m0" else quantize_rows_torch(
+            values, quant, None, None
+        )  # fmt: skip
+        return form[0].view(torch.float8_e4m3fn).double() * form[1].double()
+
+    few = min(8, len(x))
+    wanted = torch.zeros(few, HIDDEN, dtype=torch.float64, device=x.device)
+    rows = seen(x[:few])
+    for token in range(few):
+        for slot in range(TOP):
+            expert = int(ids[token, slot])
+            gate, up = (rows[token] @ w13[expert].double().t()).chunk(2)
+            hidden = seen((F.silu(gate) * up).float()[None])[0]
+            wanted[token] += weights[token, slot].double() * (hidden @ w2[expert].double().t())
+    return float((y[:few].double() - wanted).norm() / wanted.norm())
+
+
+def bench(scheme_id: str, rows: list[int], rounds: int) -> list[Result]:
+    scheme = Scheme.parse(scheme_id)
+    spec = LayerSpec("bench", "moe", HIDDEN, HIDDEN, scheme, moe=MoeSpec(EXPERTS, INNER))
+    built = [capability for capability in SPEC.capabilities if capability.impl]
+    chosen = match(spec, built, parse_device("cuda:sm90"), Policy(prefer="speed")).chosen
+    assert chosen is not None, scheme_id
+    kernel = load_kernel(chosen.capability.impl)
+    assert isinstance(kernel, MoeKernel)
+    first, w13 = quantized(torch.randn(EXPERTS, 2 * INNER, HIDDEN, device="cuda") * 0.02, scheme)
+    second, w2 = quantized(torch.randn(EXPERTS, HIDDEN, INNER, device="cuda") * 0.02, scheme)
+    layer = QuantExperts(spec, kernel, kernel.prepare(first, second, spec))
+    results = []
+    for count in rows:
+        x = torch.randn(count, HIDDEN, device="cuda").bfloat16()
+        ids = torch.rand(count, EXPERTS, device="cuda").topk(TOP, 1).indices.to(torch.int32)
+        weights = torch.rand(count, TOP, device="cuda")
+        with torch.inference_mode():
+            runs = (
+                lambda i, x=x, ids=ids, weights=weights: bf16_layer(x, ids, weights, w13, w2),
+                lambda i, x=x, ids=ids, weights=weights: layer(x, ids, weights),
+            )
+            graphs = [graph_of(run, 1) for run in runs]
+            replays = 3 if count > 1024 else 20
+            for graph in graphs:
+                replayed(graph, 1, replays)
+            times = [[replayed(graph, 1, replays) for graph in graphs] for _ in range(rounds)]
+            error = error_of(runs[1](0), x, ids, weights, w13, w2, scheme, chosen.decision.executes)  # type: ignore[union-attr]
+        ratios = sorted(base / own for base, own in times)
+        results.append(
+            Result(
+                scheme_id,
+                kernel.name,
+                count,
+                (median(ratios), ratios[0], ratios[-1]),
+                median(own for _, own in times),
+                median(base for base, _ in times),
+                error,
+            )
+        )
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 256, 4096])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    results = [r for scheme in arguments.schemes for r in bench(scheme, arguments.rows, arguments.rounds)]
+    if arguments.json:
+        print(json.dumps({"device": torch.cuda.get_device_name(), "results": [asdict(r) for r in results]}, indent=2))
+        return
+    print(f"device={torch.cuda.get_device_name()} torch={torch.__version__} cuda={torch.version.cuda}")
+    print("| scheme | kernel | M | x BF16 | least to largest | us | BF16 us | error |")
+    print("|---|---|---|---|---|---|---|---|")
+    for r in results:
+        print(f"| {r.scheme} | {r.kernel} | {r.rows} | {r.ratio[0]:.2f} | {r.ratio[1]:.2f} to {r.ratio[2]:.2f} | "
+              f"{r.microseconds:.0f} | {r.bf16_microseconds:.0f} | {r.error:.1e} |")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
