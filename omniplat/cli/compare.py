@@ -7,7 +7,8 @@ from math import isfinite, isinf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omniplat.api import require_torch
+from omniplat.api import require_files, require_torch
+from omniplat.checkpoint.folder import open_checkpoint
 from omniplat.cli.output import answering_no, escape, make_console, print_json
 from omniplat.cli.plan import collapse, group_names
 from omniplat.errors import UsageError
@@ -89,11 +90,14 @@ def _image_table(items: Sequence[ImageDistance]) -> Table:
 
 
 def _weights(a: Path, b: Path, component: str | None, largest: float | None, json_output: bool) -> int:
+    for path in (a, b):
+        require_files(path)
+    first, second = open_checkpoint(a), open_checkpoint(b)
     require_torch()
     from omniplat.tools.compare_weights import compare_weights
 
     with answering_no(json_output=json_output):
-        found = compare_weights(a, b, component)
+        found = compare_weights(first, second, component)
     missed = [f"{item.name}: not finite" for item in found.items if not item.finite]
     finite = [(item.name, item.error) for item in found.items if item.finite]
     missed += _missed("relative L2", largest, finite, at_least=False)

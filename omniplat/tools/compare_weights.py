@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite, prod
-from pathlib import Path
 
 import numpy as np
 
-from omniplat.api import make_planned, require_files, require_loadable
+from omniplat.api import make_planned, require_loadable
 from omniplat.canonical import Array
-from omniplat.checkpoint.folder import open_checkpoint
+from omniplat.checkpoint.folder import Checkpoint
 from omniplat.checkpoint.modules import split_name
 from omniplat.checkpoint.reader import ShardReader
 from omniplat.checkpoint.tensors import TensorInfo
@@ -79,7 +78,7 @@ class _Tensor:
 _ELEMENTS = 1 << 20
 
 
-def compare_weights(a: str | Path, b: str | Path, component: str | None = None) -> Comparison[WeightDistance]:
+def compare_weights(a: Checkpoint, b: Checkpoint, component: str | None = None) -> Comparison[WeightDistance]:
     """Compare two checkpoints; of pipelines all components, or one. Holds a few megabytes of values at a time.
 
     A single value that one of them lacks is no weight (a cache's scale, a counter) and is left out. Raises
@@ -103,13 +102,12 @@ def compare_weights(a: str | Path, b: str | Path, component: str | None = None) 
     )
 
 
-def _components(checkpoint: str | Path, component: str | None) -> dict[str, Resolution]:
-    require_files(checkpoint)
+def _components(checkpoint: Checkpoint, component: str | None) -> dict[str, Resolution]:
     # What is dequantized does not depend on a device; the cpu's plan has the resolved modules.
-    planned = make_planned(open_checkpoint(checkpoint), "cpu", component=component)
+    planned = make_planned(checkpoint, "cpu", component=component)
     require_loadable(planned.plan)
     if not planned.resolutions:
-        raise UsageError(f"{checkpoint} has no component with weights")
+        raise UsageError(f"{checkpoint.path} has no component with weights")
     return {item.component.name: item for item in planned.resolutions}
 
 

@@ -228,3 +228,17 @@ def test_a_single_file_plans(tmp_path: Path) -> None:
 def test_version_and_help() -> None:
     assert omniplat("--version").stdout.strip()
     assert "convert" in omniplat("--help").stdout
+
+
+def test_compare_answers_no_where_a_bound_is_missed(tmp_path: Path) -> None:
+    near = omniplat("compare", EXAMPLE / "checkpoint", EXAMPLE / "checkpoint", "--max-weight-error", "0", "--json")
+    assert (near.returncode, document(near)["out_of_bounds"]) == (0, [])
+    weights = {item["name"]: item for item in document(near)["weights"]}
+    assert weights["model.layers.0.mlp.experts.0.down_proj.weight"]["a"] == "mxfp4"
+    far = omniplat("compare", EXAMPLE / "original", EXAMPLE / "checkpoint", "--max-weight-error", "0.1")
+    assert far.returncode == 1
+    assert "model.layers.{0..1}.mlp.experts.{0..3}.down_proj.weight" in far.stdout
+    assert "out of bounds model.layers.0.mlp.experts.0.down_proj.weight" in far.stdout
+    assert "not compared lm_head.weight: only in B" in far.stdout
+    wrong = omniplat("compare", EXAMPLE / "checkpoint", tmp_path / "nothing", "--json")
+    assert (wrong.returncode, document(wrong)["schema"]) == (2, "omniplat.error/1")

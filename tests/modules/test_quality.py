@@ -39,13 +39,13 @@ def minilm() -> Any:
     return sentences.load()
 
 
-@pytest.mark.parametrize("variant", ["fp8, per channel", "int8", "mxfp4", "nvfp4", "int4", "bitsandbytes, nf4"])
+@pytest.mark.parametrize("variant", ["fp8, per channel", "int8", "mxfp4", "bitsandbytes, nf4"])
 def test_embeddings_lose_what_the_rounding_errors_cost_as_noise(variant: str, minilm: Any) -> None:
     if "bitsandbytes" in variant:
         needs("bitsandbytes")
     from tests.quality import sentences
 
-    cost = sentences.measure(minilm, VARIANTS[variant], draws=2)
+    cost = sentences.measure(minilm, VARIANTS[variant], draws=1)
     assert LOW <= sqrt(cost.loss / cost.expected) <= HIGH
 
 
@@ -57,7 +57,7 @@ def pipeline() -> Any:
     return images.pipeline()
 
 
-@pytest.mark.parametrize("variant", ["fp8", "mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("variant", ["fp8", "mxfp8", "nvfp4"])
 def test_images_differ_by_what_the_rounding_errors_cost_as_noise(variant: str, pipeline: Any) -> None:
     from omniplat.tools.compare_images import distance
     from tests.quality import images

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from omniplat.checkpoint.folder import open_checkpoint
 from omniplat.cli.compare import compare_command
 from omniplat.cli.convert import convert_command
 from omniplat.errors import UsageError
-from omniplat.tools.compare_weights import compare_weights
+from omniplat.tools.compare import Comparison
+from omniplat.tools.compare_weights import WeightDistance, compare_weights
 from tests.goldens.entries import Entry, bundled
 
 RNG = np.random.default_rng(0)
@@ -26,6 +28,10 @@ def compare(a: Path, b: Path, largest: float | None = None, component: str | Non
     return compare_command(
         a, b, component=component, max_weight_error=largest, min_psnr=None, min_ssim=None, json_output=True
     )
+
+
+def distances(a: Path, b: Path, component: str | None = None) -> Comparison[WeightDistance]:
+    return compare_weights(open_checkpoint(a), open_checkpoint(b), component)
 
 
 def write(folder: Path, tensors: dict[str, np.ndarray]) -> Path:
@@ -49,7 +55,7 @@ def plain() -> dict[str, np.ndarray]:
 def test_a_checkpoint_and_its_conversion_differ_by_one_rounding(entry: Entry, dtype: str, tmp_path: Path) -> None:
     """Real checkpoints of every bundled dialect: nothing is left out, and nothing is further away than rounding."""
     assert convert_command(str(entry.checkpoint), tmp_path / "converted", dtype, json_output=True) == 0
-    found = compare_weights(entry.checkpoint, tmp_path / "converted")
+    found = distances(entry.checkpoint, tmp_path / "converted")
     assert not found.unmatched
     quantized = [item for item in found.items if item.scheme_a != "as it is"]
     assert len(quantized) >= sum(weight != "bf16" for weight in entry.weights.values()) > 0
@@ -116,7 +122,7 @@ def test_components_meet_by_name_and_one_alone_meets_a_model(
     alone = write(tmp_path / "alone", two)
     for a, b in ((alone, pipeline), (alone, alone)):
         with pytest.raises(UsageError, match="no component"):
-            compare_weights(a, b, "transformer_3")
+            distances(a, b, "transformer_3")
     shutil.rmtree(pipeline / "transformer")
     (pipeline / "model_index.json").write_text(json.dumps({"transformer_2": ["diffusers", "X"]}))
     assert compare(pipeline, alone, 0.0) == 0
@@ -128,6 +134,6 @@ def test_a_bf16_copy_of_one_tensor_is_seen(tmp_path: Path) -> None:
     stored = load_file(a / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     stored[name] = stored[name].astype(ml_dtypes.bfloat16)
-    errors = {item.name: item.error for item in compare_weights(a, write(tmp_path / "b", stored)).items}
+    errors = {item.name: item.error for item in distances(a, write(tmp_path / "b", stored)).items}
     assert 0 < errors.pop(name) <= 2.0**-8
     assert set(errors.values()) == {0.0}
