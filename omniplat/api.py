@@ -76,11 +76,12 @@ def plan(
         scan="all" if scan_scales else "none",
     )
     if method is not None:
-        _require_method(planned.plan, method)
+        require_method(planned.plan, method)
     return planned.plan
 
 
-def _require_method(plan: Plan, method: str) -> None:
+def require_method(plan: Plan, method: str) -> None:
+    """Raise UsageError where a checkpoint is neither of this dialect nor of this weight id or its stem."""
     stored = {text for layer in plan.layers if layer.status != "unquantized" for text in layer.stored.split("+")}
     formats = plan.checkpoint.formats
     if method not in {*formats, *stored, *(text.partition("-")[0] for text in stored)}:

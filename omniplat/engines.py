@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from omniplat.checkpoint.tensors import TensorInfo
-from omniplat.models.family import Family
+from omniplat.models.family import Family, has_suffix
 from omniplat.models.names import is_embedding
 from omniplat.packed import PackedLayer, Part
 from omniplat.roworder import AS_IS
@@ -28,6 +28,14 @@ _ATTENTION_SCALE = re.compile(r"\.(kv_scale|[qkv]_scale|[qkv]_zero_point)$|\.sel
 _SCALARS = (".input_scale", ".weight_scale", ".weight_scale_2")
 #: Tensors of a fused QKV module that the reordering loaders put in order; they pass on the others as they are.
 _REORDERED_ROLES = (".weight", ".weight_scale")
+#: Modules that vllm-omni's models build without a quantization method, by family: they take 16-bit weights only.
+_BUILT_PLAIN = {
+    "qwen-image": (
+        *("img_in", "txt_in", "img_mod.1", "norm_out.linear", "proj_out"),
+        *("timestep_embedder.linear_1", "timestep_embedder.linear_2"),
+    ),
+    "wan": ("time_proj", "proj_out"),
+}
 #: Stacks that vLLM's layer of experts recognises by name.
 _STACKS = ("gate_up_proj", "w13")
 
@@ -80,6 +88,8 @@ def _module_problems(
         yield "the tensors of a GGUF file have names of their own"
     if not is_expert and (leaf == "lm_head" or is_embedding(name)):
         yield "its vocabulary layers are no linear layers: it takes a 16-bit weight for them"
+    if has_suffix(name, _BUILT_PLAIN.get(family.name, ())):
+        yield f"vllm-omni builds {leaf} without a quantization method: it takes a 16-bit weight for it"
     ordered = part.row_order != AS_IS
     if ordered and family.name not in REORDERED:
         yield f"its loader is not known to keep the rows of {leaf}, which lie in an order of their own"

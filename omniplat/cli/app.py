@@ -38,8 +38,18 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 
 @app.command()
-def info(json_output: JsonOption = False) -> None:
+def info(
+    json_output: JsonOption = False,
+    vllm: Annotated[bool, typer.Option("--vllm", help="Hooks that are active inside vLLM and vllm-omni.")] = False,
+    checkpoint: Annotated[
+        str | None, typer.Option("--checkpoint", metavar="CKPT", help="With --vllm: who would run this checkpoint.")
+    ] = None,
+) -> None:
     """Devices, backends and versions; what failed to load, and why."""
+    if vllm or checkpoint is not None:
+        from omniplat.cli.vllm_info import vllm_info
+
+        raise typer.Exit(vllm_info(checkpoint, json_output))
     from omniplat.cli.info import info as body
 
     raise typer.Exit(body(json_output))

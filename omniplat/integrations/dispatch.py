@@ -15,6 +15,9 @@ VARIABLE = "OMNIPLAT_DISPATCH"
 GAPS, ALL, OFF = "gaps", "all", "off"
 MODES = (GAPS, ALL, OFF)
 
+#: Set to 1, vllm-omni's diffusion stages run on CPUs where no accelerator is.
+CPU_VARIABLE = "OMNIPLAT_VLLM_OMNI_CPU"
+
 #: The name of omniplat's quantization method in engines.
 METHOD = "omniplat"
 #: The logger of everything that is said inside an engine: below the engine's own, so that it has its handlers.

@@ -20,28 +20,42 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.utils import set_weight_attrs
 
 from omniplat.errors import InvalidCheckpointError
+from omniplat.integrations.online_layers import OnlineChoice, as_quantized
 from omniplat.integrations.vllm_attention import attention_method
 from omniplat.integrations.vllm_loading import MEMBER, LoadingExperts, LoadingLinear
 from omniplat.integrations.vllm_names import EngineLayers, EnginePart
+from omniplat.integrations.vllm_online import OnlineLoadingExperts, OnlineLoadingLinear
+from omniplat.packed import PackedLayer
 from omniplat.planner import PlannedLayer
 from omniplat.runtime.kernel import Workspaces
 from omniplat.runtime.layers import CompositeLinear, QuantExperts, QuantLinear
 
+#: A layer while its weights arrive.
+Loading = LoadingLinear | LoadingExperts | OnlineLoadingLinear | OnlineLoadingExperts
+
 
 def method_for(
-    layer: Module, prefix: str, layers: EngineLayers, workspaces: Workspaces, native: QuantizationConfig | None
+    layer: Module,
+    prefix: str,
+    layers: EngineLayers,
+    workspaces: Workspaces,
+    native: QuantizationConfig | None = None,
+    online: OnlineChoice | None = None,
 ) -> QuantizeMethodBase | None:
     """What runs one of vLLM's layers; None where vLLM's own unquantized method does.
 
-    Raises InvalidCheckpointError for a layer of which the checkpoint has nothing.
+    Raises InvalidCheckpointError for a layer of which the checkpoint has nothing, UsageError where `online` cannot be
+    meant for it.
     """
     if isinstance(layer, RoutedExperts):
         experts = layers.experts(prefix)
         if experts is None:
             raise InvalidCheckpointError("no experts of this name are in the checkpoint", key=prefix)
-        if experts.layer.status == "unquantized":
-            return None
-        return OmniplatMoEMethod(layer, experts, layers, workspaces)
+        if experts.layer.status != "unquantized":
+            return OmniplatMoEMethod(layer, experts, layers, workspaces)
+        if online is not None and online.takes(experts):
+            return OmniplatOnlineMoEMethod(layer, as_quantized(experts.packed, online.scheme), workspaces)
+        return None
     if isinstance(layer, AttentionLayerBase):
         return attention_method(layer, prefix, layers, native)
     if not isinstance(layer, LinearBase):
@@ -49,19 +63,37 @@ def method_for(
     parts = layers.linear(prefix)
     if not parts:
         raise InvalidCheckpointError("no weight of this name is in the checkpoint", key=prefix)
-    if all(part.layer.layer.status == "unquantized" for part in parts):
-        return UnquantizedLinearMethod()
-    return OmniplatLinearMethod(parts, layers, workspaces)
+    if any(part.layer.layer.status != "unquantized" for part in parts):
+        return OmniplatLinearMethod(parts, layers, workspaces)
+    if online is not None and all(online.takes(part.layer) for part in parts):
+        return OmniplatOnlineLinearMethod(as_quantized(parts[0].layer.packed, online.scheme), workspaces)
+    return UnquantizedLinearMethod()
 
 
-class OmniplatLinearMethod(LinearMethodBase):  # type: ignore[misc]
+class _LinearMethod(LinearMethodBase):  # type: ignore[misc]
+    """A linear layer of vLLM that runs as the member which loading gives it."""
+
+    def __init__(self, workspaces: Workspaces) -> None:
+        self._workspaces = workspaces
+        self._loading: LoadingLinear | OnlineLoadingLinear | None = None
+
+    def process_weights_after_loading(self, layer: Module) -> None:
+        if self._loading is not None:
+            _finish(layer, self._loading)
+            self._loading = None
+
+    def apply(self, layer: Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        # vLLM holds the bias, cuts it, and leaves it out on all ranks but one of a row-parallel layer.
+        return cast(QuantLinear | CompositeLinear, getattr(layer, MEMBER)).run(x, bias)
+
+
+class OmniplatLinearMethod(_LinearMethod):
     """One of vLLM's linear layers: a single layer of the plan, or several that are run side by side."""
 
     def __init__(self, parts: Sequence[EnginePart], layers: EngineLayers, workspaces: Workspaces) -> None:
+        super().__init__(workspaces)
         self._parts = tuple(parts)
-        self._workspaces = workspaces
         self._layers = layers
-        self._loading: LoadingLinear | None = None
 
     def create_weights(
         self,
@@ -85,49 +117,46 @@ class OmniplatLinearMethod(LinearMethodBase):  # type: ignore[misc]
         _start(layer, loading)
         self._loading = loading
 
-    def process_weights_after_loading(self, layer: Module) -> None:
-        if self._loading is not None:
-            _finish(layer, self._loading)
-            self._loading = None
 
-    def apply(self, layer: Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        # vLLM holds the bias, cuts it, and leaves it out on all ranks but one of a row-parallel layer.
-        return cast(QuantLinear | CompositeLinear, getattr(layer, MEMBER)).run(x, bias)
+class OmniplatOnlineLinearMethod(_LinearMethod):
+    """One of vLLM's linear layers whose weight arrives in 16 bit; `packed` is what it will be."""
 
-
-class OmniplatMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """vLLM's layer of experts, with vLLM's routing."""
-
-    def __init__(
-        self, layer: RoutedExperts, planned: PlannedLayer, layers: EngineLayers, workspaces: Workspaces
-    ) -> None:
-        super().__init__(layer.moe_config)
-        self._workspaces = workspaces
-        self._planned = planned
-        self._layers = layers
-        self._loading: LoadingExperts | None = None
+    def __init__(self, packed: PackedLayer, workspaces: Workspaces) -> None:
+        super().__init__(workspaces)
+        self._packed = packed
 
     def create_weights(
         self,
-        layer: RoutedExperts,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
+        layer: Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Raises UsageError where ranks cannot share the layer, InvalidCheckpointError where sizes differ,
-        UsageError for what the kernel contract cannot say."""
-        loading = LoadingExperts(layer, self._planned, self._layers, self._workspaces)
-        found = loading.sizes
-        if found != (num_experts, hidden_size, intermediate_size_per_partition):
-            raise InvalidCheckpointError(
-                f"vLLM's layer has {num_experts} experts of {intermediate_size_per_partition} x {hidden_size} on this "
-                f"rank, the checkpoint's {found[0]} of {found[2]} x {found[1]}",
-                key=layer.layer_name,
-            )
+        """Raises UnsupportedCombinationError where no kernel runs what this rank holds."""
+        assert isinstance(layer, LinearBase)
+        loading = OnlineLoadingLinear(
+            layer,
+            self._packed,
+            input_size_per_partition,
+            list(output_partition_sizes),
+            params_dtype,
+            extra_weight_attrs["weight_loader"],
+            self._workspaces,
+        )
         _start(layer, loading)
         self._loading = loading
+
+
+class _MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
+    """vLLM's layer of experts, with vLLM's routing."""
+
+    def __init__(self, layer: RoutedExperts, workspaces: Workspaces) -> None:
+        super().__init__(layer.moe_config)
+        self._workspaces = workspaces
+        self._loading: LoadingExperts | OnlineLoadingExperts | None = None
 
     def process_weights_after_loading(self, layer: Module) -> None:
         if self._loading is not None:
@@ -152,13 +181,68 @@ class OmniplatMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return y
 
 
-def _start(layer: Module, loading: LoadingLinear | LoadingExperts) -> None:
+class OmniplatMoEMethod(_MoEMethod):
+    """Experts of a quantized checkpoint."""
+
+    def __init__(
+        self, layer: RoutedExperts, planned: PlannedLayer, layers: EngineLayers, workspaces: Workspaces
+    ) -> None:
+        super().__init__(layer, workspaces)
+        self._planned = planned
+        self._layers = layers
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Raises UsageError where ranks cannot share the layer, InvalidCheckpointError where sizes differ,
+        UsageError for what the kernel contract cannot say."""
+        loading = LoadingExperts(layer, self._planned, self._layers, self._workspaces)
+        found = loading.sizes
+        if found != (num_experts, hidden_size, intermediate_size_per_partition):
+            raise InvalidCheckpointError(
+                f"vLLM's layer has {num_experts} experts of {intermediate_size_per_partition} x {hidden_size} on this "
+                f"rank, the checkpoint's {found[0]} of {found[2]} x {found[1]}",
+                key=layer.layer_name,
+            )
+        _start(layer, loading)
+        self._loading = loading
+
+
+class OmniplatOnlineMoEMethod(_MoEMethod):
+    """Experts whose weights arrive in 16 bit; `packed` is what they will be."""
+
+    def __init__(self, layer: RoutedExperts, packed: PackedLayer, workspaces: Workspaces) -> None:
+        super().__init__(layer, workspaces)
+        self._packed = packed
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Raises UsageError for what the kernel contract cannot say, UnsupportedCombinationError without a kernel."""
+        loading = OnlineLoadingExperts(layer, self._packed, self._workspaces)
+        _start(layer, loading)
+        self._loading = loading
+
+
+def _start(layer: Module, loading: Loading) -> None:
     """Give `layer` a parameter for every tensor that vLLM's loader may bring."""
     for leaf in loading.leaves:
         _add_placeholder(layer, leaf, partial(loading.take, leaf))
 
 
-def _finish(layer: Module, loading: LoadingLinear | LoadingExperts) -> None:
+def _finish(layer: Module, loading: Loading) -> None:
     """Take those parameters away again, once everything has come."""
     _require_complete(loading.missing)
     for leaf in loading.leaves:
@@ -169,7 +253,8 @@ def _add_placeholder(layer: Module, name: str, loader: Callable[..., bool | None
     """A parameter without memory of its own, by which vLLM finds the loader."""
     param = Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False)
     layer.register_parameter(name, param)
-    set_weight_attrs(param, {"weight_loader": loader})
+    # vllm-omni's loader asks: without it, it would take an absent scale for one that may be missing.
+    set_weight_attrs(param, {"weight_loader": loader, "is_checkpoint_required": True})
 
 
 def _require_complete(missing: Sequence[str]) -> None:

@@ -24,10 +24,10 @@ def attention_method(
     """
     method = native.get_quant_method(layer, prefix) if native is not None else None
     scales = cache_scales(layers.component.tensors)
-    if not scales or isinstance(method, BaseKVCacheMethod):
-        return method
     mapper = (native or QuantizationConfig).get_cache_scale_mapper()
     for name in scales:
         if not all(mapped.endswith(_PARAMETERS) for mapped in mapper.apply_list([name])):
             raise InvalidCheckpointError("vLLM does not take this scale of the KV cache by its name", key=name)
+    if not scales or isinstance(method, BaseKVCacheMethod):
+        return method
     return BaseKVCacheMethod(native)

@@ -12,7 +12,7 @@ from omniplat.api import require_runnable
 from omniplat.errors import OmniplatError
 from omniplat.integrations.dispatch import ALL, LOGGER, METHOD, OFF, dispatch_mode
 from omniplat.integrations.vllm_defects import defect_of
-from omniplat.integrations.vllm_names import EngineLayers
+from omniplat.integrations.vllm_names import EngineLayers, installed_family
 from omniplat.integrations.vllm_native import is_asking, native_config
 from omniplat.integrations.vllm_plan import plan_for_engine
 from omniplat.integrations.vllm_probe import ModelSurface, gap
@@ -73,7 +73,8 @@ def judge(checkpoint: str, hf_quant_cfg: dict[str, Any], hf_config: Any, mode: s
     native_problem = native.problem
     if native.config is not None:
         surface = ModelSurface(hf_config, quantization=native.method)
-        native_problem = gap(planned, native.config, surface) or defect_of(
+        family = installed_family(planned.resolutions[0].component)
+        native_problem = gap(planned.layers, family, native.config, surface) or defect_of(
             planned.plan.layers, planned.plan.device.kind, vllm.__version__
         )
     return Verdict(bool(native_problem), native.method, native_problem, problem)

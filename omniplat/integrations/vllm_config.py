@@ -33,11 +33,10 @@ class OmniplatConfig(QuantizationConfig):  # type: ignore[misc]
         self, planned: Planned | None = None, component: str = "", *, native: QuantizationConfig | None = None
     ) -> None:
         """Raises what stands in the way of loading the plan, and InvalidCheckpointError for what vLLM cannot load."""
-        super().__init__()
+        QuantizationConfig.__init__(self)  # of several bases, the one that has no arguments
         self._component = component
         self._native = native
         self._mappers: list[WeightsMapper] = []
-        self._plans: dict[int, Planned] = {}
         self._layers: EngineLayers | None = None
         self._workspaces: Workspaces | None = None
         if planned is not None:
@@ -85,6 +84,11 @@ class OmniplatConfig(QuantizationConfig):  # type: ignore[misc]
         if self._native is not None:
             self._native.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
 
+    @property
+    def kv_cache_scheme(self) -> Any:
+        """vLLM's attention asks: what the metadata says of the cache, where it is one of compressed-tensors'."""
+        return getattr(self._native, "kv_cache_scheme", None)
+
     # -- names --------------------------------------------------------------------------------------------------
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
@@ -101,8 +105,7 @@ class OmniplatConfig(QuantizationConfig):  # type: ignore[misc]
         self._mappers.append(hf_to_vllm_mapper.get_rename_mapper())
         if self._native is not None:
             self._native.apply_vllm_mapper(hf_to_vllm_mapper)
-        if self._layers is not None:
-            self._rename()
+        self._rename()
 
     # -- layers -------------------------------------------------------------------------------------------------
 
@@ -139,12 +142,12 @@ class OmniplatConfig(QuantizationConfig):  # type: ignore[misc]
         self._rename()
 
     def _rename(self) -> None:
-        assert self._layers is not None
+        if self._layers is not None:
+            self._layers.rename(self._engine_name)
 
-        def engine_name(name: str) -> str | None:
-            names = [name]
-            for mapper in self._mappers:
-                names = mapper.apply_list(names)
-            return next(iter(names), None)
-
-        self._layers.rename(engine_name)
+    def _engine_name(self, name: str) -> str | None:
+        """The engine's name for a checkpoint's tensor; None for one that it does not load."""
+        names = [name]
+        for mapper in self._mappers:
+            names = mapper.apply_list(names)
+        return next(iter(names), None)

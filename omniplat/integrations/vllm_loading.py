@@ -20,6 +20,8 @@ from omniplat.engines import REORDERED
 from omniplat.errors import InvalidCheckpointError, UsageError
 from omniplat.integrations.vllm_collect import ModuleTensors, leaf_of
 from omniplat.integrations.vllm_names import EngineLayers, EnginePart, own_layers
+from omniplat.integrations.vllm_plan import plan_for_rank
+from omniplat.legality import rank_spec
 from omniplat.packed import PackedLayer, Split
 from omniplat.planner import PlannedLayer
 from omniplat.runtime.kernel import LinearKernel, MoeKernel, Workspaces, load_kernel
@@ -68,7 +70,7 @@ class LoadingLinear:
             packed = _as_engine_splits(planned.packed, layer, tuple(part.position for part in held))
             if packed.spec.bias and not layer.has_bias:
                 raise InvalidCheckpointError("has a bias, and vLLM's layer has none", key=held[0].name)
-            loader = LinearLoader(packed, _linear_kernel(planned), rank)
+            loader = LinearLoader(packed, _linear_kernel(planned, packed, rank), rank)
             self._loaders.append((held[0].name.rpartition(".")[2], loader))
             for part in held:
                 tensors = ModuleTensors(
@@ -124,15 +126,11 @@ class LoadingExperts:
     ) -> None:
         self._workspaces = workspaces
         parallel, packed = layer.moe_config.moe_parallel_config, planned.packed
-        activation = _ACTIVATIONS.get(str(layer.activation.value))
-        if activation is None:
-            raise UsageError(f"{layer.layer_name}: no kernel of omniplat knows the activation {layer.activation.value}")
-        if layer.apply_router_weight_on_input:
-            raise UsageError(f"{layer.layer_name}: weights of the router on the input are not part of the contract")
         assert packed.spec.moe is not None
-        packed = replace(packed, spec=replace(packed.spec, moe=replace(packed.spec.moe, activation=activation)))
+        moe = replace(packed.spec.moe, activation=moe_activation(layer))
+        packed = replace(packed, spec=replace(packed.spec, moe=moe))
         rank = Rank(parallel.tp_rank, parallel.tp_size, parallel.ep_rank, parallel.ep_size)
-        kernel = load_kernel(_impl(planned))
+        kernel = load_kernel(_impl(planned, packed, rank))
         assert isinstance(kernel, MoeKernel)
         self._layer = layer
         self._loader = loader = MoeLoader(packed, kernel, rank)
@@ -193,17 +191,32 @@ class LoadingExperts:
         return True if return_success else None
 
 
-def _impl(planned: PlannedLayer) -> str:
+def moe_activation(layer: RoutedExperts) -> str:
+    """The activation of vLLM's experts by its name here. Raises UsageError for what the kernel contract cannot say."""
+    activation = _ACTIVATIONS.get(str(layer.activation.value))
+    if activation is None:
+        raise UsageError(f"{layer.layer_name}: no kernel of omniplat knows the activation {layer.activation.value}")
+    if layer.apply_router_weight_on_input:
+        raise UsageError(f"{layer.layer_name}: weights of the router on the input are not part of the contract")
+    return activation
+
+
+def _impl(planned: PlannedLayer, packed: PackedLayer, rank: Rank) -> str:
+    """The kernel that was planned; where ranks share the layer, the one for what each of them holds. How vLLM shares it
+    is known by now: a plan can only guess it."""
     capability = planned.capability
+    if rank.tp_size > 1 or rank.ep_size > 1:
+        spec = rank_spec(packed.spec, packed.split, rank.tp_size, rank.ep_size)
+        capability = plan_for_rank(replace(packed, spec=spec, split=Split())).capability
     if capability is None or not capability.impl:
         raise UsageError(f"{planned.layer.name} was planned without a kernel that runs")
     return capability.impl
 
 
-def _linear_kernel(planned: PlannedLayer) -> LinearKernel[Any]:
+def _linear_kernel(planned: PlannedLayer, packed: PackedLayer, rank: Rank) -> LinearKernel[Any]:
     if planned.layer.status == "unquantized":
         return PlainLinear()
-    kernel = load_kernel(_impl(planned))
+    kernel = load_kernel(_impl(planned, packed, rank))
     assert isinstance(kernel, LinearKernel)
     return kernel
 

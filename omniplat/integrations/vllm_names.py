@@ -84,6 +84,16 @@ class EngineLayers:
         names = self._candidates(prefix, self._experts)
         return next((self._experts[name] for name in names if name in self._experts), None)
 
+    @property
+    def planned_layers(self) -> tuple[PlannedLayer, ...]:
+        return tuple(self._layers)
+
+    def signature(self, prefix: str) -> tuple[object, ...]:
+        """What is stored for an engine's module, whatever the values: equal where two components store the same."""
+        experts = self.experts(prefix)
+        found = [experts] if experts is not None else [part.layer for part in self.linear(prefix)]
+        return tuple((item.layer.status, item.layer.stored, item.layer.declared, _shapes(item)) for item in found)
+
     def tensors(self, module: str) -> tuple[TensorInfo, ...]:
         """All tensors below a checkpoint module."""
         return self._below[module]
@@ -99,6 +109,13 @@ class EngineLayers:
                 if any(name in known for name in names):
                     return names
         return ()
+
+
+def _shapes(planned: PlannedLayer) -> tuple[object, ...]:
+    return tuple(
+        (module.name, tuple(sorted((role, info.dtype, info.shape) for role, info in module.tensors.items())))
+        for module in planned.packed.modules
+    )
 
 
 def own_layers(parts: tuple[EnginePart, ...]) -> tuple[tuple[PlannedLayer, tuple[EnginePart, ...]], ...]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from vllm.platforms import current_platform
 
-from omniplat.api import make_planned
-from omniplat.errors import UsageError
-from omniplat.planner import Planned
+from omniplat.api import make_planned, make_target, require_runnable
+from omniplat.document import PlanCheckpoint
+from omniplat.errors import BackendUnavailableError, UsageError
+from omniplat.packed import PackedLayer
+from omniplat.planner import Planned, PlannedLayer, Target, plan_layers
 
 #: Types of torch devices by the kinds of devices here, where they are called differently.
 _KINDS = {"cpu": "cpu", "cuda": "cuda", "xpu": "xpu", "npu": "npu"}
@@ -25,3 +29,22 @@ def engine_device() -> str:
 def plan_for_engine(checkpoint: str, revision: str | None = None) -> Planned:
     """The plan of a folder or of an id of the Hub, as vLLM's loader can deliver it. Raises as `omniplat.plan` does."""
     return make_planned(checkpoint, engine_device(), engine="vllm", revision=revision)
+
+
+def plan_for_rank(layer: PackedLayer) -> PlannedLayer:
+    """The kernel for a layer of the sizes that this rank holds. Raises UnsupportedCombinationError where none is, and
+    BackendUnavailableError for one that is only planned on."""
+    planned = plan_layers(PlanCheckpoint(layer.spec.name, (), (layer.spec.component,)), [layer], _target())
+    require_runnable(planned.plan)
+    (found,) = planned.layers
+    if found.capability is None or not found.capability.impl:
+        raise BackendUnavailableError(
+            str(found.layer.backend), f"{layer.spec.name} has a kernel that is only planned on"
+        )
+    return found
+
+
+@cache
+def _target() -> Target:
+    """The device of this process, which does not change."""
+    return make_target(engine_device())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omniplat.integrations.dispatch import METHOD, OFF, dispatch_mode
+from omniplat.integrations.dispatch import CPU_VARIABLE, LOGGER, METHOD, OFF, dispatch_mode
 
 
 def register() -> None:
@@ -17,3 +17,36 @@ def register() -> None:
     from omniplat.integrations.vllm_config import OmniplatConfig
 
     register_quantization_config(METHOD)(OmniplatConfig)
+
+
+def register_for_omni() -> None:
+    """`vllm_omni.platform_plugins`, which vllm-omni calls as it is imported: before it makes anything of a method's
+    name. It asks for a platform, and this is none.
+
+    Problems are logged as errors: vllm-omni itself reports none of a plugin.
+    """
+    try:
+        if dispatch_mode() == OFF:
+            return
+        from omniplat.integrations.vllm_omni import register_builders
+
+        register_builders()
+    except Exception:
+        import logging
+
+        logging.getLogger(LOGGER).exception("omniplat is not registered in vllm-omni")
+        raise
+
+
+def cpu_platform() -> str | None:
+    """`vllm_omni.platform_plugins`: the platform for CPUs, where it is asked for and nothing better is there."""
+    import os
+
+    if os.environ.get(CPU_VARIABLE) != "1":
+        return None
+    import torch
+    from vllm.platforms import current_platform
+
+    if torch.accelerator.is_available() or not current_platform.is_cpu():
+        return None
+    return "omniplat.integrations.vllm_omni_cpu.CpuOmniPlatform"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +26,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.platforms import current_platform
 
 from omniplat.errors import UsageError
-from omniplat.integrations.vllm_names import installed_family
+from omniplat.models.family import Family
 from omniplat.models.names import is_embedding
-from omniplat.planner import Planned, PlannedLayer
+from omniplat.planner import PlannedLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +47,20 @@ class ModelSurface:
         return getattr(self.hf_config, "text_config", self.hf_config)
 
 
-def gap(planned: Planned, native: QuantizationConfig, surface: ModelSurface | None = None, component: str = "") -> str:
-    """Why vLLM does not run this plan's checkpoint by itself as it is stored; "" where it does.
+def gap(
+    layers: Iterable[PlannedLayer], family: Family, native: QuantizationConfig, surface: ModelSurface | None = None
+) -> str:
+    """Why vLLM does not run these layers by itself as they are stored; "" where it does.
 
     One layer of every kind is asked, a kind being what is stored and the module's name without its number. vLLM
     raises for what it has no kernel for. What it would leave unquantized though quantized weights are stored, or the
     other way round, is a gap too. Raises UsageError where vLLM's layers cannot be built in this process.
     """
-    resolution = next(item for item in planned.resolutions if item.component.name == component)
-    parts_of = installed_family(resolution.component).parts_of
+    parts_of = family.parts_of
     native.packed_modules_mapping = {name: list(parts) for name, parts in parts_of.items() if len(parts) > 1}
     kinds: dict[tuple[str, ...], PlannedLayer] = {}
-    for item in planned.layers:
-        if item.layer.component == component and not _is_vocabulary(item):
+    for item in layers:
+        if not _is_vocabulary(item):
             kinds.setdefault((item.layer.op, item.layer.stored, item.layer.name.rpartition(".")[2]), item)
     with _building(surface or ModelSurface()):
         for item in kinds.values():
@@ -68,9 +69,9 @@ def gap(planned: Planned, native: QuantizationConfig, surface: ModelSurface | No
             except Exception as error:  # whatever it is, it is how vLLM fails for this layer
                 return f"{item.layer.name}: {type(error).__name__}: {str(error).strip()}"
             is_plain = isinstance(layer.quant_method, (UnquantizedLinearMethod, UnquantizedFusedMoEMethod))
-            if is_plain != (item.layer.status == "unquantized"):
+            if is_plain != item.packed.spec.scheme.is_unquantized:
                 made = "leaves unquantized" if is_plain else "takes for quantized"
-                return f"{item.layer.name}: vLLM {made} what is stored as {item.layer.stored}"
+                return f"{item.layer.name}: vLLM {made} what is {item.packed.spec.scheme.id}"
     return ""
 
 

@@ -34,12 +34,14 @@ class Request:
 @dataclass(frozen=True)
 class Answer:
     """`tokens` follow `PROMPT`; `logprobs` are those of all tokens, one row for each of them. `methods` are the names
-    of classes by module. Where it failed, `error` is a traceback and the rest is empty."""
+    of classes by module, `caches` the type of the cache and the scales of K and V by attention. Where it failed,
+    `error` is a traceback and the rest is empty."""
 
     key: str
     tokens: Sequence[int] = ()
     logprobs: Sequence[Sequence[float]] = ()
     methods: Mapping[str, str] = field(default_factory=dict)
+    caches: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     quantization: str = ""
     error: str = ""
     log: Sequence[str] = ()
@@ -85,10 +87,15 @@ def _serve(request: Request) -> Answer:
         sampling = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True, logprobs=-1)
         made = llm.generate({"prompt_token_ids": list(PROMPT)}, sampling, use_tqdm=False)[0].outputs[0]
         rows = [[entry[token].logprob for token in sorted(entry)] for entry in made.logprobs]
-        methods: dict[str, str] = {}
-        llm.apply_model(lambda model: methods.update(_methods(model)))
+        (methods,), (caches,) = llm.apply_model(_methods), llm.apply_model(_caches)
         return Answer(
-            request.key, list(made.token_ids), rows, methods, str(llm.model_config.quantization), "", log.lines
+            request.key,
+            list(made.token_ids),
+            rows,
+            methods,
+            caches,
+            quantization=str(llm.model_config.quantization),
+            log=log.lines,
         )
     except BaseException:
         return Answer(request.key, error=traceback.format_exc(), log=log.lines)
@@ -99,6 +106,14 @@ def _serve(request: Request) -> Answer:
 def _methods(model: Any) -> dict[str, str]:
     named = ((name, getattr(module, "quant_method", None)) for name, module in model.named_modules())
     return {name: type(method).__name__ for name, method in named if method is not None}
+
+
+def _caches(model: Any) -> dict[str, tuple[str, float, float]]:
+    return {
+        name: (str(module.kv_cache_dtype), float(module._k_scale), float(module._v_scale))
+        for name, module in model.named_modules()
+        if hasattr(module, "_k_scale")
+    }
 
 
 def _is_moe(request: Request) -> bool:

@@ -1,0 +1,128 @@
+"""What `omniplat info --vllm` reports: installed engines, omniplat's hooks in them, and who would run a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
+
+from packaging.specifiers import SpecifierSet
+
+from omniplat.errors import BackendNotInstalledError, OmniplatError, UsageError
+from omniplat.integrations.dispatch import CPU_VARIABLE, OFF, dispatch_mode
+
+#: Packages of engines, and the versions in which `tests/vllm` holds.
+KNOWN: Mapping[str, str] = {"vllm": "==0.30.*", "vllm_omni": "==0.30.*"}
+#: Entry points that engines read, (group, name), and what they are for.
+HOOKS: Mapping[tuple[str, str], str] = {
+    ("vllm.general_plugins", "omniplat"): "quantized checkpoints of language models",
+    ("vllm_omni.platform_plugins", "omniplat"): "methods of diffusion models",
+    ("vllm_omni.platform_plugins", "omniplat_cpu"): "diffusion models on CPUs",
+    ("vllm_omni.general_plugins", "omniplat"): "methods of diffusion models",
+}
+#: Names of plugins that vLLM may load; all of them where it is not set.
+_ALLOWED = "VLLM_PLUGINS"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """An installed engine; `known` says whether omniplat is tested in this version. "" where it is not installed."""
+
+    package: str
+    distribution: str = ""
+    version: str = ""
+    known: bool = False
+    tested: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HookReport:
+    """One entry point of this environment: "active", or why it is not."""
+
+    group: str
+    name: str
+    state: str
+    purpose: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointReport:
+    """Who runs a checkpoint, and why the other does not: `engine_problem` and `problem` are "" where they do."""
+
+    checkpoint: str
+    runs: str
+    engine_method: str = ""
+    engine_problem: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmInfo:
+    """The whole report; `checkpoint` is None where none was asked about."""
+
+    dispatch: str
+    engines: tuple[EngineReport, ...]
+    hooks: tuple[HookReport, ...]
+    checkpoint: CheckpointReport | None = None
+
+
+def collect_vllm_info(checkpoint: str | None = None, environ: Mapping[str, str] | None = None) -> VllmInfo:
+    """Look at this environment; imports vLLM only to ask about a checkpoint.
+
+    Raises UsageError for an unknown OMNIPLAT_DISPATCH, and for a checkpoint BackendNotInstalledError without vLLM and
+    UsageError where it has no metadata.
+    """
+    environ = os.environ if environ is None else environ
+    mode = dispatch_mode(environ)
+    engines = tuple(_engine(package) for package in KNOWN)
+    report = _judge(checkpoint, mode, engines[0]) if checkpoint is not None else None
+    return VllmInfo(mode, engines, tuple(_hooks(mode, environ)), report)
+
+
+def _engine(package: str) -> EngineReport:
+    tested = KNOWN[package]
+    for distribution in packages_distributions().get(package, ()):
+        try:
+            found = version(distribution)
+        except PackageNotFoundError:
+            continue
+        return EngineReport(package, distribution, found, SpecifierSet(tested).contains(found, True), tested)
+    return EngineReport(package, tested=tested)
+
+
+def _hooks(mode: str, environ: Mapping[str, str]) -> list[HookReport]:
+    return [HookReport(group, name, _state(group, name, mode, environ), what) for (group, name), what in HOOKS.items()]
+
+
+def _state(group: str, name: str, mode: str, environ: Mapping[str, str]) -> str:
+    if not any(item.name == name and item.value.startswith("omniplat.") for item in entry_points(group=group)):
+        return "not installed"
+    allowed = environ.get(_ALLOWED)
+    if allowed is not None and name not in allowed.split(","):
+        return f"not called: {_ALLOWED}={allowed}"
+    if name == "omniplat_cpu":
+        return "active" if environ.get(CPU_VARIABLE) == "1" else f"waits for {CPU_VARIABLE}=1"
+    return "registers nothing: OMNIPLAT_DISPATCH=off" if mode == OFF else "active"
+
+
+def _judge(checkpoint: str, mode: str, engine: EngineReport) -> CheckpointReport:
+    if not engine.version:
+        raise BackendNotInstalledError("vllm", "vllm", 'pip install "omniplat[vllm]"', kind="engine")
+    if mode == OFF:
+        return CheckpointReport(checkpoint, "vllm")
+    from vllm.transformers_utils.config import get_config
+
+    from omniplat.integrations.vllm_claim import judge
+
+    config = get_config(checkpoint, trust_remote_code=False)
+    metadata = getattr(config, "quantization_config", None)
+    if metadata is None:
+        raise UsageError(f"{checkpoint} has no quantization_config: vLLM takes it for unquantized")
+    try:
+        verdict = judge(checkpoint, dict(metadata), config, mode)
+    except OmniplatError as error:
+        return CheckpointReport(checkpoint, "vllm", problem=error.message)
+    ours = "nobody" if verdict.problem else "omniplat"
+    runs = ours if verdict.claimed else "vllm"
+    return CheckpointReport(checkpoint, runs, verdict.native_method, verdict.native_problem, verdict.problem)

@@ -1,0 +1,192 @@
+"""The config by which vllm-omni asks omniplat about the layers of a diffusion model.
+
+vllm-omni makes a config from a method's name before it knows a checkpoint. What the checkpoint holds is read when the
+first question comes: quantized components are loaded as they are stored, and the method has to be theirs; the method
+is applied to those in 16 bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.nn import Module
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+from omniplat.api import require_method, require_runnable
+from omniplat.errors import UsageError
+from omniplat.integrations.dispatch import ALL, LOGGER, METHOD
+from omniplat.integrations.online_layers import OnlineChoice, as_quantized, choose_online
+from omniplat.integrations.vllm import method_for
+from omniplat.integrations.vllm_config import OmniplatConfig
+from omniplat.integrations.vllm_names import EngineLayers
+from omniplat.integrations.vllm_plan import plan_for_engine
+from omniplat.integrations.vllm_probe import gap
+from omniplat.online import METHODS, parse_method
+from omniplat.planner import Planned, PlannedLayer
+from omniplat.runtime.kernel import Workspaces
+
+logger = init_logger(LOGGER)
+
+
+class OmniplatDiffusionConfig(OmniplatConfig):
+    """One method for a pipeline, or for the components that vllm-omni routes to it."""
+
+    def __init__(
+        self,
+        method: str,
+        options: Mapping[str, Any],
+        mode: str,
+        native: QuantizationConfig | None = None,
+        native_problem: str = "",
+    ) -> None:
+        """`native` is vllm-omni's own config for the same method and options, or `native_problem` its error."""
+        super().__init__(native=native)
+        self._method = method
+        self._options = dict(options)
+        self._mode = mode
+        self._native_problem = native_problem
+        self._components: dict[str, EngineLayers] = {}
+        self._online: dict[str, OnlineChoice] = {}
+        self._own_linears = self._own_experts = True
+
+    def get_name(self) -> str:
+        """What the checkpoint's metadata calls its method, which pipelines compare; else what was asked for."""
+        for layers in self._components.values():
+            metadata = layers.component.config.get("quantization_config")
+            if isinstance(metadata, Mapping) and "quant_method" in metadata:
+                return str(metadata["quant_method"])
+        return self._method
+
+    @property
+    def is_checkpoint_quantized(self) -> bool:
+        """vllm-omni's loader asks, to load quantized checkpoints where they are offloaded to."""
+        return bool(self._components) and not self._online
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Plan the checkpoint. Raises what stands in the way of running it, UsageError where the method is not what is
+        stored."""
+        if self._components:
+            return
+        self._workspaces = Workspaces()
+        planned = plan_for_engine(model_name, revision)
+        chosen = self._chosen(planned)
+        quantized = {item.layer.component for item in planned.layers if item.layer.status != "unquantized"}
+        if quantized & set(chosen):
+            require_runnable(planned.plan)
+            if self._method not in (METHOD, "inc", "auto_round", "modelopt"):
+                require_method(planned.plan, self._method)
+        elif self._method not in METHODS:
+            raise UsageError(
+                f"{model_name} is not quantized and {self._method} quantizes nothing; known: {', '.join(METHODS)}"
+            )
+        self._components = {name: EngineLayers(planned, name, "vllm") for name in chosen}
+        self._rename()
+        for name, layers in self._components.items():
+            if name not in quantized:
+                method = parse_method({"method": self._method, **self._options})
+                self._online[name] = choose_online(method, layers)
+        if self._mode != ALL:
+            self._leave_to_native()
+
+    def get_quant_method(self, layer: Module, prefix: str) -> QuantizeMethodBase | None:
+        """As `OmniplatConfig`. A module that has no name in the checkpoint stays as it is where a method is applied."""
+        if not self._components:
+            self._find_checkpoint()
+        is_linear, is_experts = isinstance(layer, LinearBase), isinstance(layer, RoutedExperts)
+        if (is_linear and not self._own_linears) or not (is_linear or is_experts):
+            return self._native.get_quant_method(layer, prefix) if self._native is not None else None
+        if is_experts and not self._own_experts:
+            assert self._native is not None
+            return self._native.get_quant_method(layer, prefix)
+        component, name = self._locate(prefix)
+        assert self._workspaces is not None
+        return method_for(
+            layer, name, self._components[component], self._workspaces, self._native, self._online.get(component)
+        )
+
+    def _rename(self) -> None:
+        for layers in self._components.values():
+            layers.rename(self._engine_name)
+
+    def limit_to(self, component: str) -> None:
+        """Be the method of one component only."""
+        self._component = component
+
+    # -- components ---------------------------------------------------------------------------------------------
+
+    def _find_checkpoint(self) -> None:
+        """Some pipelines make configs anew while they build their models: vllm-omni says then which model that is."""
+        from vllm_omni.diffusion.config import get_current_diffusion_config_or_none
+
+        current = get_current_diffusion_config_or_none()
+        if current is None or not current.model:
+            raise UsageError("no checkpoint was planned: vllm-omni did not call maybe_update_config")
+        self.maybe_update_config(str(current.model))
+
+    def _chosen(self, planned: Planned) -> tuple[str, ...]:
+        """The components that the method is for: its own one, those with this metadata, or all transformers."""
+        metadata = {
+            item.component.name: item.component.config.get("quantization_config") for item in planned.resolutions
+        }
+        if self._component in metadata:
+            return (self._component,)
+        same = tuple(
+            name
+            for name, found in metadata.items()
+            if isinstance(found, Mapping)
+            and self._options
+            and {key: value for key, value in found.items() if key not in ("quant_method", "method")} == self._options
+        )
+        transformers = tuple(name for name in metadata if name == "" or name.startswith(("transformer", "unet")))
+        return same or transformers or tuple(metadata)
+
+    def _locate(self, prefix: str) -> tuple[str, str]:
+        """The component that an engine's module belongs to, and its name there.
+
+        Pipelines with several transformers give their modules the same names: that is enough where the same is
+        stored in all of them. Raises UsageError where it is not.
+        """
+        for component in self._components:
+            if component and prefix.startswith(component + "."):
+                return component, prefix.removeprefix(component + ".")
+        found = {name: layers.signature(prefix) for name, layers in self._components.items()}
+        known = {name: signature for name, signature in found.items() if signature}
+        if len(set(known.values())) > 1:
+            raise UsageError(
+                f"{prefix} is stored differently in {', '.join(known)}: vllm-omni does not say which is meant"
+            )
+        return next(iter(known or found)), prefix
+
+    # -- the engine's own path ----------------------------------------------------------------------------------
+
+    def _leave_to_native(self) -> None:
+        """Keep what vllm-omni does not run by itself, linear layers and experts apart."""
+        linear, experts = self._gap("linear"), self._gap("moe")
+        self._own_linears, self._own_experts = bool(linear), bool(experts)
+        for problem, what in ((linear, "linear layers"), (experts, "experts")):
+            if problem:
+                logger.info_once("omniplat runs the %s, which vllm-omni does not: %s", what, problem)
+        if not linear and not experts:
+            logger.info_once("omniplat leaves the model to vllm-omni's own %s", self._method)
+
+    def _gap(self, op: str) -> str:
+        for name, layers in self._components.items():
+            asked = [item for item in layers.planned_layers if item.layer.op == op]
+            choice = self._online.get(name)
+            if choice is not None:
+                asked = [_quantized(item, choice) for item in asked if choice.takes(item)]
+            if not any(not item.packed.spec.scheme.is_unquantized for item in asked):
+                continue
+            if self._native is None:
+                return self._native_problem or "it has no such method"
+            if problem := gap(asked, layers.family, self._native):
+                return problem
+        return ""
+
+
+def _quantized(item: PlannedLayer, choice: OnlineChoice) -> PlannedLayer:
+    return PlannedLayer(item.layer, as_quantized(item.packed, choice.scheme), item.capability)

@@ -1,0 +1,168 @@
+"""A diffusion pipeline in vllm-omni, from `Omni(...)` to an image, on CPU: methods by name, by options, by component,
+and from a checkpoint's metadata."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from omniplat import oracle
+from omniplat.runtime.tensors import to_tensor
+from omniplat.scheme import parse_weight_id
+from tests.vllm.omni_serve import Answer, Request, run_all
+from tests.vllm.pipelines import write_pipeline
+
+ONLINE: dict[str, str | dict[str, Any]] = {
+    "mxfp4": "mxfp4",
+    "mxfp8": {"method": "mxfp8"},
+    "fp8 by channel": {"method": "fp8", "granularity": "channel"},
+    "mxfp8 but for some": {"method": "mxfp8", "ignored_layers": ["transformer_blocks.0.img_mlp", "*.to_add_out"]},
+}
+#: bf16 outputs of products that the oracle has in float64.
+BOUND = 4e-3
+BLOCK = ("attn", "img_mlp", "txt_mlp")
+
+
+@pytest.fixture(scope="session")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pipelines")
+    plain = write_pipeline(folder / "plain")
+    stored = write_pipeline(folder / "stored", plain / "transformer")
+    quantize(stored / "transformer", in_blocks)
+    everywhere = write_pipeline(folder / "everywhere", plain / "transformer")
+    quantize(everywhere / "transformer", lambda name: True)
+    return {"plain": plain, "stored": stored, "everywhere": everywhere}
+
+
+def in_blocks(name: str) -> bool:
+    return name.startswith("transformer_blocks.") and any(f".{part}." in name for part in BLOCK)
+
+
+def quantize(folder: Path, chosen: Any) -> None:
+    """What vllm-omni's own tools write for MXFP8: fp8 weights with e8m0 scales, and metadata that says so."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    linears = [name.removesuffix(".weight") for name, t in tensors.items() if name.endswith(".weight") and t.dim() == 2]
+    for name in linears:
+        if chosen(name):
+            made = oracle.quantize_weight(tensors[f"{name}.weight"].float().numpy(), parse_weight_id("mxfp8"))
+            tensors[f"{name}.weight"] = to_tensor(made.tensors["codes"]).view(torch.float8_e4m3fn)
+            tensors[f"{name}.weight_scale"] = to_tensor(made.tensors["scale"])
+    save_file(tensors, file)
+    config = json.loads((folder / "config.json").read_text())
+    ignored = [name for name in linears if not chosen(name)]
+    config["quantization_config"] = {
+        "quant_method": "mxfp8", "is_checkpoint_mxfp8_serialized": True, "ignored_layers": ignored
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="session")
+def answers(pipelines: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    plain, stored = str(pipelines["plain"]), str(pipelines["stored"])
+    by_component = {"method": "omniplat", "components": {"transformer": "mxfp8", "transformer_2": "mxfp4"}}
+    of_another = {"method": "omniplat", "components": {"transformer_2": "mxfp4", "transformer": None}}
+    requests = [Request(name, plain, spec, spec) for name, spec in ONLINE.items()]
+    requests += [
+        Request("plain", plain),
+        Request("by component", plain, by_component, "mxfp8"),
+        Request("another component's", plain, of_another),
+        Request("stored", stored),
+        Request("stored, and said", stored, "mxfp8"),
+        Request("stored, and said otherwise", stored, "int8"),
+        Request("stored everywhere", str(pipelines["everywhere"])),
+        Request("unknown option", plain, {"method": "mxfp4", "rotate": True}),
+        Request("names nothing", plain, {"method": "mxfp4", "ignored_layers": ["no_such_layer"]}),
+    ]
+    folder = tmp_path_factory.mktemp("omni")
+    off = [Request("plain, off", plain), Request("mxfp4, off", plain, "mxfp4"), Request("stored, off", stored)]
+    return run_all(requests, "gaps", folder) | run_all(off, "off", folder)
+
+
+def quantized(answer: Answer) -> set[str]:
+    return {name for name, method in answer.methods.items() if method.startswith("Omniplat")}
+
+
+def blocks(names: Iterable[str]) -> set[str]:
+    return {name for name in names if in_blocks(f"{name}.")}
+
+
+@pytest.mark.parametrize("name", [*ONLINE, "by component"])
+def test_methods_are_applied_while_loading(name: str, answers: dict[str, Answer]) -> None:
+    answer = answers[name]
+    assert answer.error == ""
+    assert {answer.methods[module] for module in quantized(answer)} == {"OmniplatOnlineLinearMethod"}
+    if name != "mxfp8 but for some":
+        assert quantized(answer) == blocks(answer.methods)
+        assert len(quantized(answer)) == 16
+    assert answer.errors.keys() == quantized(answer)
+    assert max(answer.errors.values()) <= BOUND
+    assert answer.image != answers["plain"].image
+
+
+def test_ignored_layers_stay(answers: dict[str, Answer]) -> None:
+    kept = blocks(answers["mxfp8"].methods) - quantized(answers["mxfp8 but for some"])
+    assert kept == {
+        "transformer_blocks.0.img_mlp.net.0.proj", "transformer_blocks.0.img_mlp.net.2",
+    } | {f"transformer_blocks.{index}.attn.to_add_out" for index in (0, 1)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["stored", "stored, and said"])
+def test_quantized_checkpoints_are_loaded_as_they_are_stored(name: str, answers: dict[str, Answer]) -> None:
+    answer = answers[name]
+    assert answer.error == ""
+    assert quantized(answer) == blocks(answer.methods)
+    assert {answer.methods[module] for module in quantized(answer)} == {"OmniplatLinearMethod"}
+    assert max(answer.errors.values()) <= BOUND
+    # The same rounding of the same weights: what is stored is what would have been made while loading.
+    assert answer.image == answers["mxfp8"].image
+
+
+def test_a_component_without_a_method_stays(answers: dict[str, Answer]) -> None:
+    answer = answers["another component's"]
+    assert answer.error == ""
+    assert quantized(answer) == set()
+    assert answer.image == answers["plain"].image
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "stored, and said otherwise",
+            "the checkpoint is vllm-omni, mxfp8, not int8: a method confirms what is stored",
+        ),
+        ("stored everywhere", "vllm-omni builds img_in without a quantization method"),
+        ("unknown option", "mxfp4 has no option rotate"),
+        ("names nothing", "ignored_layers: 'no_such_layer' names no layer"),
+    ],
+)
+def test_what_cannot_be_meant_is_an_error_in_the_engines_output(
+    name: str, message: str, answers: dict[str, Answer]
+) -> None:
+    assert message in answers[name].error
+
+
+def test_what_vllm_omni_lacks_is_said_once(answers: dict[str, Answer]) -> None:
+    lines = [
+        line for line in answers["mxfp4"].log if line.startswith("omniplat runs the linear layers, which vllm-omni")
+    ]
+    assert len(lines) == 1
+    assert "is currently only supported on NPU" in lines[0]
+
+
+def test_off_is_the_engine_alone(answers: dict[str, Answer]) -> None:
+    assert answers["plain, off"].image == answers["plain"].image
+    assert np.ptp(answers["plain"].image) > 0
+    assert "NotImplementedError: DiffusionMXFP4Config" in answers["mxfp4, off"].error
+    assert "NotImplementedError: DiffusionMXFP8Config" in answers["stored, off"].error
+    for name in ("plain, off", "mxfp4, off", "stored, off"):
+        assert answers[name].log == []
+        assert "omniplat/integrations" not in answers[name].error
