@@ -7,17 +7,15 @@ path (`omniplat.runtime.load`). What comes out of it becomes a submodule, and `a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.utils import set_weight_attrs
 
 from omniplat.errors import InvalidCheckpointError
 from omniplat.integrations.online_layers import OnlineChoice, as_quantized
@@ -25,13 +23,11 @@ from omniplat.integrations.vllm_attention import attention_method
 from omniplat.integrations.vllm_loading import MEMBER, LoadingExperts, LoadingLinear
 from omniplat.integrations.vllm_names import EngineLayers, EnginePart
 from omniplat.integrations.vllm_online import OnlineLoadingExperts, OnlineLoadingLinear
+from omniplat.integrations.vllm_placeholders import Loading, add_placeholders, remove_placeholders
 from omniplat.packed import PackedLayer
 from omniplat.planner import PlannedLayer
 from omniplat.runtime.kernel import Workspaces
 from omniplat.runtime.layers import CompositeLinear, QuantExperts, QuantLinear
-
-#: A layer while its weights arrive.
-Loading = LoadingLinear | LoadingExperts | OnlineLoadingLinear | OnlineLoadingExperts
 
 
 def method_for(
@@ -75,11 +71,11 @@ class _LinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     def __init__(self, workspaces: Workspaces) -> None:
         self._workspaces = workspaces
-        self._loading: LoadingLinear | OnlineLoadingLinear | None = None
+        self._loading: Loading | None = None
 
     def process_weights_after_loading(self, layer: Module) -> None:
         if self._loading is not None:
-            _finish(layer, self._loading)
+            remove_placeholders(layer, self._loading)
             self._loading = None
 
     def apply(self, layer: Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -114,7 +110,7 @@ class OmniplatLinearMethod(_LinearMethod):
             raise InvalidCheckpointError(
                 f"vLLM's layer is {needed} on this rank, the checkpoint's {found}", key=layer.prefix
             )
-        _start(layer, loading)
+        add_placeholders(layer, loading)
         self._loading = loading
 
 
@@ -146,7 +142,7 @@ class OmniplatOnlineLinearMethod(_LinearMethod):
             extra_weight_attrs["weight_loader"],
             self._workspaces,
         )
-        _start(layer, loading)
+        add_placeholders(layer, loading)
         self._loading = loading
 
 
@@ -156,11 +152,11 @@ class _MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def __init__(self, layer: RoutedExperts, workspaces: Workspaces) -> None:
         super().__init__(layer.moe_config)
         self._workspaces = workspaces
-        self._loading: LoadingExperts | OnlineLoadingExperts | None = None
+        self._loading: Loading | None = None
 
     def process_weights_after_loading(self, layer: Module) -> None:
         if self._loading is not None:
-            _finish(layer, self._loading)
+            remove_placeholders(layer, self._loading)
             self._loading = None
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
@@ -210,7 +206,7 @@ class OmniplatMoEMethod(_MoEMethod):
                 f"rank, the checkpoint's {found[0]} of {found[2]} x {found[1]}",
                 key=layer.layer_name,
             )
-        _start(layer, loading)
+        add_placeholders(layer, loading)
         self._loading = loading
 
 
@@ -232,32 +228,5 @@ class OmniplatOnlineMoEMethod(_MoEMethod):
     ) -> None:
         """Raises UsageError for what the kernel contract cannot say, UnsupportedCombinationError without a kernel."""
         loading = OnlineLoadingExperts(layer, self._packed, self._workspaces)
-        _start(layer, loading)
+        add_placeholders(layer, loading)
         self._loading = loading
-
-
-def _start(layer: Module, loading: Loading) -> None:
-    """Give `layer` a parameter for every tensor that vLLM's loader may bring."""
-    for leaf in loading.leaves:
-        _add_placeholder(layer, leaf, partial(loading.take, leaf))
-
-
-def _finish(layer: Module, loading: Loading) -> None:
-    """Take those parameters away again, once everything has come."""
-    _require_complete(loading.missing)
-    for leaf in loading.leaves:
-        delattr(layer, leaf)
-
-
-def _add_placeholder(layer: Module, name: str, loader: Callable[..., bool | None]) -> None:
-    """A parameter without memory of its own, by which vLLM finds the loader."""
-    param = Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False)
-    layer.register_parameter(name, param)
-    # vllm-omni's loader asks: without it, it would take an absent scale for one that may be missing.
-    set_weight_attrs(param, {"weight_loader": loader, "is_checkpoint_required": True})
-
-
-def _require_complete(missing: Sequence[str]) -> None:
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise InvalidCheckpointError(f"vLLM did not deliver it{more}", key=missing[0])

@@ -198,6 +198,8 @@ def moe_activation(layer: RoutedExperts) -> str:
         raise UsageError(f"{layer.layer_name}: no kernel of omniplat knows the activation {layer.activation.value}")
     if layer.apply_router_weight_on_input:
         raise UsageError(f"{layer.layer_name}: weights of the router on the input are not part of the contract")
+    if layer.moe_config.is_lora_enabled:
+        raise UsageError(f"{layer.layer_name}: vLLM applies LoRA inside its own kernels of experts, not around others")
     return activation
 
 

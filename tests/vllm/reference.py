@@ -1,7 +1,8 @@
 """A transformers model with the producer's own weights: what a served checkpoint has to say.
 
-Weights are the producer's dequantized ones (goldens), activations are quantized by the oracle where the plan executes
-quantized ones; nothing of what loads or runs a checkpoint inside vLLM is used.
+Weights are the producer's dequantized ones (goldens; the oracle's, where the repository keeps those of some modules
+only), activations are quantized by the oracle where the plan executes quantized ones. Nothing of what loads or runs a
+checkpoint inside vLLM is used.
 """
 
 from __future__ import annotations
@@ -55,16 +56,20 @@ class Reference:
                     assert executed == module.scheme.activation_id, f"{module.name} executes {executed}"
                     assert module.scheme.activation is not None
                     self._activations[module.name] = module.scheme.activation
-        if rounds_to_bf16(entry.name):
-            self._refine(entry.name)
+        self._refine(entry.name)
         self._fill(entry)
 
     def _refine(self, name: str) -> None:
-        """Put the exact weights in place of those that the producer rounded, once they are seen to round to them."""
+        """Exact weights in place of goldens that the producer rounded, once they are seen to round to them, and where
+        the repository keeps no golden of a module."""
         for module, canonical in self._canonical.items():
-            exact = as_hqq_computes(canonical) if computes_in_bf16(name) else dequantize(canonical)
-            rounded = torch.from_numpy(exact).to(torch.bfloat16)
-            assert torch.equal(rounded, self._weights[module].to(torch.bfloat16)), module
+            golden = self._weights.get(module)
+            if golden is not None and not rounds_to_bf16(name):
+                continue
+            if golden is not None:
+                exact = as_hqq_computes(canonical) if computes_in_bf16(name) else dequantize(canonical)
+                rounded = torch.from_numpy(exact).to(torch.bfloat16)
+                assert torch.equal(rounded, golden.to(torch.bfloat16)), module
             self._weights[module] = torch.from_numpy(dequantize(canonical)).float()
 
     def logprobs(self, tokens: list[int]) -> np.ndarray:

@@ -23,12 +23,15 @@ LENGTH = 6
 
 @dataclass(frozen=True)
 class Request:
-    """A checkpoint to serve, with the value of OMNIPLAT_DISPATCH and options of `vllm.LLM`."""
+    """A checkpoint to serve, with the value of OMNIPLAT_DISPATCH and options of `vllm.LLM`. `adapter` is a folder with
+    a LoRA adapter that is applied; with `reload`, weights are loaded anew first."""
 
     key: str
     path: str
     mode: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    adapter: str = ""
+    reload: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class _Log(logging.Handler):
 
 def _serve(request: Request) -> Answer:
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     log = _Log()
     logging.getLogger("vllm.omniplat").addHandler(log)
@@ -85,7 +89,11 @@ def _serve(request: Request) -> Answer:
     try:
         llm = LLM(model=request.path, enforce_eager=True, seed=0, disable_log_stats=True, max_logprobs=-1, **options)
         sampling = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True, logprobs=-1)
-        made = llm.generate({"prompt_token_ids": list(PROMPT)}, sampling, use_tqdm=False)[0].outputs[0]
+        if request.reload:
+            llm.collective_rpc("reload_weights")
+        adapter = LoRARequest("adapter", 1, request.adapter) if request.adapter else None
+        prompt = {"prompt_token_ids": list(PROMPT)}
+        made = llm.generate(prompt, sampling, use_tqdm=False, lora_request=adapter)[0].outputs[0]
         rows = [[entry[token].logprob for token in sorted(entry)] for entry in made.logprobs]
         (methods,), (caches,) = llm.apply_model(_methods), llm.apply_model(_caches)
         return Answer(

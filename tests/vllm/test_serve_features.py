@@ -1,4 +1,5 @@
-"""Scales of the key-value cache in checkpoints that omniplat runs: the engine's own attention gets them."""
+"""What else an engine does with the layers of a checkpoint that omniplat runs: scales of the key-value cache, LoRA,
+loading anew, dummy weights."""
 
 from __future__ import annotations
 
@@ -9,15 +10,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from omniplat.api import make_planned
+from tests.goldens.entries import bundled
 from tests.vllm.checks import folder_of
-from tests.vllm.serve import Answer, Request, serve_all
+from tests.vllm.reference import Reference
+from tests.vllm.serve import PROMPT, Answer, Request, serve_all
 
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 K, V = 0.5, 0.25
+#: Weight-only, so that an adapter's product can be added to the reference's weights.
+PLAIN = "ar016-qwen3-w4a16-asym"
+ADAPTED = {
+    "self_attn.q_proj": (256, 256),
+    "self_attn.v_proj": (64, 256),
+    "mlp.gate_proj": (384, 256),
+    "mlp.down_proj": (256, 384),
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,33 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
         )
         for index, (name, dialect) in enumerate(DIALECTS.items())
     ]
+    lora = {"enable_lora": True, "max_lora_rank": 8}
+    requests += [
+        Request("plain", str(folder_of(PLAIN)), "all"),
+        Request("lora", str(folder_of(PLAIN)), "all", lora, adapter=str(write_adapter(folder / "adapter"))),
+        Request("lora, unused", str(folder_of(PLAIN)), "all", lora),
+        Request("lora on experts", str(folder_of("lc-qwen3moe-mxfp4")), "all", lora),
+        Request("loaded anew", str(folder_of(PLAIN)), "all", reload=True),
+        Request("dummy", str(folder_of(PLAIN)), "all", {"load_format": "dummy"}),
+    ]
     return serve_all(requests, "all", folder)
+
+
+def write_adapter(folder: Path) -> Path:
+    """A LoRA adapter for fused projections, in part, and for one that is not fused."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for layer in (0, 1):
+        for name, (rows, columns) in ADAPTED.items():
+            at = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{at}.lora_A.weight"] = torch.randn(8, columns, generator=generator) * 0.05
+            tensors[f"{at}.lora_B.weight"] = torch.randn(rows, 8, generator=generator) * 0.05
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({name.rpartition(".")[2] for name in ADAPTED})
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "task_type": "CAUSAL_LM"}))
+    return folder
 
 
 @pytest.mark.parametrize("name", [name for name in DIALECTS if name != "of another dialect"])
@@ -100,3 +139,33 @@ def test_scales_under_unknown_names_are_refused(answers: dict[str, Answer]) -> N
     """vLLM would drop them without a word."""
     message = "model.layers.0.self_attn.k_proj.output_scale: vLLM does not take this scale of the KV cache by its name"
     assert message in answers["of another dialect"].error
+
+
+def test_lora_is_added_to_what_the_quantized_layers_compute(answers: dict[str, Answer], tmp_path: Path) -> None:
+    answer = answers["lora"]
+    assert answer.error == ""
+    adapter = load_file(write_adapter(tmp_path / "adapter") / "adapter_model.safetensors")
+    entry = next(entry for entry in bundled() if entry.name == PLAIN)
+    reference = Reference(entry, make_planned(entry.checkpoint, "cpu"))
+    modules = dict(reference.model.named_modules())
+    for name in {key.partition(".lora_")[0] for key in adapter}:
+        module = modules[name.removeprefix("base_model.model.")]
+        product = adapter[f"{name}.lora_B.weight"] @ adapter[f"{name}.lora_A.weight"]
+        module.weight.data += 2.0 * product  # lora_alpha / r
+    wanted = reference.logprobs([*PROMPT, *answer.tokens])[len(PROMPT) - 1 : -1]
+    assert list(wanted.argmax(1)) == list(answer.tokens)
+    assert np.abs(wanted - np.array(answer.logprobs)).max() <= 1e-4
+    assert answer.tokens != answers["plain"].tokens
+    assert answers["lora, unused"].tokens == answers["plain"].tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lora on experts", "vLLM applies LoRA inside its own kernels of experts"),
+        ("loaded anew", "weights cannot be loaded anew into layers that omniplat runs"),
+        ("dummy", "vLLM did not deliver it"),
+    ],
+)
+def test_what_does_not_work_is_refused(name: str, message: str, answers: dict[str, Answer]) -> None:
+    assert message in answers[name].error
