@@ -13,7 +13,7 @@ from typing import Any
 from torch.nn import Module
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from omniplat.api import require_method, require_runnable
@@ -103,10 +103,12 @@ class OmniplatDiffusionConfig(OmniplatConfig):
             assert self._native is not None
             return self._native.get_quant_method(layer, prefix)
         component, name = self._locate(prefix)
+        layers, online = self._components[component], self._online.get(component)
+        if online is not None and not layers.signature(name):
+            logger.warning_once("%s has no name in the checkpoint: it is not quantized", prefix)
+            return UnquantizedLinearMethod() if is_linear else None
         assert self._workspaces is not None
-        return method_for(
-            layer, name, self._components[component], self._workspaces, self._native, self._online.get(component)
-        )
+        return method_for(layer, name, layers, self._workspaces, self._native, online)
 
     def _rename(self) -> None:
         for layers in self._components.values():
