@@ -24,6 +24,11 @@ _ALIASES = ("inc", "auto_round")
 
 def register_builders() -> None:
     """Put a builder in place for every method; those that vllm-omni has are asked by ours. Once per process."""
+    from vllm.utils.import_utils import has_humming
+
+    # vllm-omni puts an empty module called `humming` in place unless the real one is imported, which omniplat's kernels
+    # for CUDA need. This imports it where it is installed, and vLLM looks for it only once.
+    has_humming()
     from vllm_omni.quantization import factory
 
     own: dict[str, Builder] = factory._OVERRIDES  # nothing else tells what is behind a name

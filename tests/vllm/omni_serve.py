@@ -22,7 +22,11 @@ PARTS = {
     "to_qkv": ("to_q", "to_k", "to_v"),
     "add_kv_proj": ("add_q_proj", "add_k_proj", "add_v_proj"),
     "to_out": ("to_out.0",),
+    "net_0.proj": ("net.0.proj",),
+    "net_2": ("net.2",),
 }
+#: Parts of a pipeline whose modules are looked at; those of the first have no prefix in an answer.
+TRANSFORMERS = ("transformer", "transformer_2")
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class _Log(logging.Handler):
 
 def _run(request: Request, seen: list[Any]) -> Answer:
     import numpy as np
+    from PIL.Image import Image
     from vllm_omni import Omni
     from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
@@ -87,13 +92,15 @@ def _run(request: Request, seen: list[Any]) -> Answer:
     try:
         options = {} if request.quantization is None else {"quantization": request.quantization}
         omni = Omni(model=request.path, enforce_eager=True, **options)
-        sampling = OmniDiffusionSamplingParams(height=32, width=32, num_inference_steps=2, seed=0, true_cfg_scale=1.0)
-        image = np.array(omni.generate({"prompt": "a cat"}, sampling)[0].images[0])
-        model = _transformer(seen)
-        linears = {
-            name: type(m.quant_method).__name__ for name, m in model.named_modules() if hasattr(m, "quant_method")
-        }
-        return Answer(request.key, image.ravel().tolist(), linears, dict(_errors(request, model)), "", log.lines)
+        sampling = OmniDiffusionSamplingParams(
+            height=32, width=32, num_frames=5, num_inference_steps=2, seed=0, true_cfg_scale=1.0, guidance_scale=1.0
+        )
+        made = omni.generate({"prompt": "a cat"}, sampling)[0].images[0]
+        pixels = (np.asarray(made, np.float64).ravel() * (1 if isinstance(made, Image) else 255)).round().astype(int)
+        modules = _modules(seen)
+        named = ((name, getattr(module, "quant_method", None)) for name, module in modules.items())
+        methods = {name: type(method).__name__ for name, method in named if method is not None}
+        return Answer(request.key, pixels.tolist(), methods, dict(_errors(request, modules)), "", log.lines)
     except BaseException:
         return Answer(request.key, error=traceback.format_exc(), log=log.lines)
     finally:
@@ -104,20 +111,28 @@ def _run(request: Request, seen: list[Any]) -> Answer:
         gc.collect()
 
 
-def _transformer(seen: list[Any]) -> Any:
-    """The transformer that is new in this process: the engine runs in it, and keeps it to itself."""
-    (found,) = (
+def _modules(seen: list[Any]) -> dict[str, Any]:
+    """Modules of the transformers of the pipeline that is new in this process: the engine runs in it, and keeps it to
+    itself."""
+    from torch.nn import Module
+
+    (pipeline,) = (
         item
         for item in gc.get_objects()
-        if type(item).__name__ == "QwenImageTransformer2DModel"
-        and hasattr(item, "quant_config")
+        if isinstance(item, Module)
+        and "transformer" in item.__dict__.get("_modules", {})
         and not any(item is other for other in seen)
     )
-    seen.append(found)
+    seen.append(pipeline)
+    found = {}
+    for part in TRANSFORMERS:
+        if part in pipeline._modules:
+            prefix = "" if part == TRANSFORMERS[0] else f"{part}."
+            found |= {prefix + name: module for name, module in getattr(pipeline, part).named_modules()}
     return found
 
 
-def _errors(request: Request, model: Any) -> Iterator[tuple[str, float]]:
+def _errors(request: Request, found_modules: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Every quantized module against the oracle, from what is on disk."""
     import numpy as np
     import torch
@@ -129,22 +144,27 @@ def _errors(request: Request, model: Any) -> Iterator[tuple[str, float]]:
     from omniplat.scheme import Scheme
     from tests.goldens.check import _canonical
 
-    planned = make_planned(request.path, "cpu", component="transformer")
-    modules = {module.name: module for item in planned.layers for module in item.packed.modules}
-    reader = ShardReader(planned.resolutions[0].component.root)
+    planned = make_planned(request.path, "cpu")
+    readers = {item.component.name: ShardReader(item.component.root) for item in planned.resolutions}
+    stored = {
+        ("" if item.layer.component == TRANSFORMERS[0] else f"{item.layer.component}.") + module.name: (item, module)
+        for item in planned.layers
+        for module in item.packed.modules
+    }
     method = parse_method(request.method) if request.method is not None else None
     generator = torch.Generator().manual_seed(0)
-    for name, module in model.named_modules():
+    for name, module in found_modules.items():
         if not type(getattr(module, "quant_method", None)).__name__.startswith("Omniplat"):
             continue
-        head, _, leaf = name.rpartition(".")
+        leaf = next((leaf for leaf in PARTS if name.endswith(f".{leaf}")), name.rpartition(".")[2])
+        head = name.removesuffix(leaf)
         x = torch.randn(5, module.input_size, generator=generator).to(torch.bfloat16)
         with torch.inference_mode():
             found = module.quant_method.apply(module, x).double().numpy()
         parts = []
         for part in PARTS.get(leaf, (leaf,)):
-            stored = modules[f"{head}.{part}"]
-            weight = _canonical(stored, reader)
+            item, of_part = stored[head + part]
+            weight = _canonical(of_part, readers[item.layer.component])
             if method is not None:
                 weight = oracle.quantize_weight(weight.tensors["codes"].astype(np.float32), method.weight)
                 weight = replace(weight, scheme=Scheme(method.weight, method.activation))

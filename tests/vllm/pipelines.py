@@ -1,4 +1,4 @@
-"""A tiny Qwen-Image pipeline on disk: random parts around a given transformer, all of them of the real classes."""
+"""Tiny pipelines on disk, Qwen-Image and Wan: random weights in the real classes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from diffusers import (
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImageTransformer2DModel,
+    UniPCMultistepScheduler,
+    WanTransformer3DModel,
+)
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, UMT5Config, UMT5EncoderModel
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 _TRANSFORMER = {
@@ -38,11 +45,7 @@ def write_pipeline(folder: Path, transformer: Path | None = None) -> Path:
     if transformer is not None:
         shutil.copytree(transformer, folder / "transformer")
     else:
-        model = QwenImageTransformer2DModel(**_TRANSFORMER)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(std=parameter.shape[-1] ** -0.5)
+        model = _randomize(QwenImageTransformer2DModel(**_TRANSFORMER))
         model.to(torch.bfloat16).save_pretrained(folder / "transformer")
     return folder
 
@@ -81,3 +84,45 @@ def _text_encoder(vocabulary: int) -> Qwen2_5_VLForConditionalGeneration:
 
 def _vae() -> AutoencoderKLQwenImage:
     return AutoencoderKLQwenImage(base_dim=8, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+
+
+def write_wan(folder: Path) -> Path:
+    """A Wan 2.2 pipeline: two transformers of the same form, with other weights."""
+    torch.manual_seed(0)
+    folder.mkdir()
+    classes = {
+        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
+        "text_encoder": ["transformers", "UMT5EncoderModel"],
+        "tokenizer": ["transformers", "Qwen2Tokenizer"],
+        "transformer": ["diffusers", "WanTransformer3DModel"],
+        "transformer_2": ["diffusers", "WanTransformer3DModel"],
+        "vae": ["diffusers", "AutoencoderKLWan"],
+    }
+    index = {"_class_name": "WanPipeline", "_diffusers_version": "0.40.0", "boundary_ratio": 0.5, **classes}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True).save_pretrained(
+        folder / "scheduler"
+    )
+    vocabulary = _write_tokenizer(folder / "tokenizer")
+    text = UMT5Config(
+        vocab_size=vocabulary, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4, pad_token_id=0, eos_token_id=1
+    )
+    UMT5EncoderModel(text).to(torch.bfloat16).save_pretrained(folder / "text_encoder")
+    vae = AutoencoderKLWan(base_dim=8, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+    vae.to(torch.bfloat16).save_pretrained(folder / "vae")
+    for name in ("transformer", "transformer_2"):
+        model = WanTransformer3DModel(
+            num_attention_heads=4, attention_head_dim=32, in_channels=16, out_channels=16, text_dim=64, freq_dim=32,
+            ffn_dim=256, num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads",
+        )  # fmt: skip
+        _randomize(model).to(torch.bfloat16).save_pretrained(folder / name)
+    return folder
+
+
+def _randomize(model: torch.nn.Module) -> torch.nn.Module:
+    """Weights that pass on what they get."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    return model

@@ -19,6 +19,7 @@ from typing import Any
 
 PROMPT = (1, 5, 9, 33, 70)
 LENGTH = 6
+UNINSTALLED = "uninstalled"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Answer:
 
 
 def serve_all(requests: Sequence[Request], mode: str, folder: Path) -> dict[str, Answer]:
-    """Answers by key, from another process that starts with OMNIPLAT_DISPATCH as `mode` says."""
+    """Answers by key, from another process that starts with OMNIPLAT_DISPATCH as `mode` says. With `uninstalled` there
+    are no entry points of omniplat in it."""
     asked, answered = folder / "requests.json", folder / "answers.json"
     asked.write_text(json.dumps([asdict(request) for request in requests]))
     environment = {
@@ -63,6 +65,11 @@ def serve_all(requests: Sequence[Request], mode: str, folder: Path) -> dict[str,
         "TORCH_COMPILE_DISABLE": "1",  # the sampler would be compiled: 14 s
         "HF_HUB_OFFLINE": "1",
     }
+    if mode == UNINSTALLED:
+        # The environment holds the engines alone; what is laid beside it comes by this variable.
+        environment = {
+            key: value for key, value in environment.items() if key not in ("PYTHONPATH", "OMNIPLAT_DISPATCH")
+        }
     command = [sys.executable, str(Path(__file__)), str(asked), str(answered)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert answered.is_file(), done.stdout[-4000:] + done.stderr[-4000:]
@@ -84,7 +91,8 @@ def _serve(request: Request) -> Answer:
 
     log = _Log()
     logging.getLogger("vllm.omniplat").addHandler(log)
-    os.environ["OMNIPLAT_DISPATCH"] = request.mode
+    if request.mode != UNINSTALLED:
+        os.environ["OMNIPLAT_DISPATCH"] = request.mode
     options = {"dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 16 << 20, **request.options}
     try:
         llm = LLM(model=request.path, enforce_eager=True, seed=0, disable_log_stats=True, max_logprobs=-1, **options)

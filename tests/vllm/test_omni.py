@@ -4,6 +4,7 @@ and from a checkpoint's metadata."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from omniplat import oracle
 from omniplat.runtime.tensors import to_tensor
 from omniplat.scheme import parse_weight_id
 from tests.vllm.omni_serve import Answer, Request, run_all
-from tests.vllm.pipelines import write_pipeline
+from tests.vllm.pipelines import write_pipeline, write_wan
 
 ONLINE: dict[str, str | dict[str, Any]] = {
     "mxfp4": "mxfp4",
@@ -38,7 +39,10 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     quantize(stored / "transformer", in_blocks)
     everywhere = write_pipeline(folder / "everywhere", plain / "transformer")
     quantize(everywhere / "transformer", lambda name: True)
-    return {"plain": plain, "stored": stored, "everywhere": everywhere}
+    wan = write_wan(folder / "wan")
+    cascade = shutil.copytree(wan, folder / "cascade")
+    quantize(cascade / "transformer", lambda name: name.startswith("blocks."))
+    return {"plain": plain, "stored": stored, "everywhere": everywhere, "wan": wan, "cascade": cascade}
 
 
 def in_blocks(name: str) -> bool:
@@ -80,6 +84,12 @@ def answers(pipelines: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
         Request("stored everywhere", str(pipelines["everywhere"])),
         Request("unknown option", plain, {"method": "mxfp4", "rotate": True}),
         Request("names nothing", plain, {"method": "mxfp4", "ignored_layers": ["no_such_layer"]}),
+    ]
+    of_one = {"method": "omniplat", "components": {"transformer": "mxfp8", "transformer_2": None}}
+    requests += [
+        Request("wan", str(pipelines["wan"]), "mxfp8", "mxfp8"),
+        Request("wan by component", str(pipelines["wan"]), of_one, "mxfp8"),
+        Request("wan stored", str(pipelines["cascade"])),
     ]
     folder = tmp_path_factory.mktemp("omni")
     off = [Request("plain, off", plain), Request("mxfp4, off", plain, "mxfp4"), Request("stored, off", stored)]
@@ -148,6 +158,31 @@ def test_what_cannot_be_meant_is_an_error_in_the_engines_output(
     name: str, message: str, answers: dict[str, Answer]
 ) -> None:
     assert message in answers[name].error
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "transformers"),
+    [
+        ("wan", "OmniplatOnlineLinearMethod", 2),
+        ("wan by component", "OmniplatOnlineLinearMethod", 1),
+        ("wan stored", "OmniplatLinearMethod", 1),
+    ],
+)
+def test_a_cascade_of_two_transformers(name: str, method: str, transformers: int, answers: dict[str, Answer]) -> None:
+    """Modules of both have the same names. `transformer_2` is no part of `transformer`."""
+    answer = answers[name]
+    assert answer.error == ""
+    assert len(quantized(answer)) == 16 * transformers
+    assert {answer.methods[module] for module in quantized(answer)} == {method}
+    second = {module for module in quantized(answer) if module.startswith("transformer_2.")}
+    assert len(second) == 16 * (transformers - 1)
+    assert answer.errors.keys() == quantized(answer)
+    assert max(answer.errors.values()) <= BOUND
+
+
+def test_what_is_stored_is_what_would_be_made(answers: dict[str, Answer]) -> None:
+    assert answers["wan stored"].image == answers["wan by component"].image
+    assert answers["wan stored"].image != answers["wan"].image
 
 
 def test_what_vllm_omni_lacks_is_said_once(answers: dict[str, Answer]) -> None:

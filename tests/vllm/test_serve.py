@@ -6,6 +6,7 @@ The repository's own checkpoints, and those of the folder that OMNIPLAT_CORPUS n
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from omniplat.api import make_planned
 from tests.goldens.entries import Entry, bundled, corpus
 from tests.vllm.reference import Reference
-from tests.vllm.serve import PROMPT, Answer, Request, serve_all
+from tests.vllm.serve import PROMPT, UNINSTALLED, Answer, Request, serve_all
 
 #: Names of tensors that no parameter of a module can have.
 UNDELIVERABLE = ("hf-qwen3-bnb-nf4", "hf-qwen3-bnb-fp4")
@@ -56,7 +57,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
         ]
         return serve_all(requests, modes[0], tmp_path_factory.mktemp("served"))
 
-    return ask("all", "gaps") | ask("off")
+    return ask("all", "gaps") | ask("off") | ask(UNINSTALLED)
 
 
 @cache
@@ -108,6 +109,14 @@ def test_off_leaves_no_trace(entry: Entry, answers: dict[str, Answer]) -> None:
     assert answer.log == []
     assert not any("Omniplat" in method for method in answer.methods.values())
     assert "omniplat/integrations" not in answer.error
+    # Nothing differs from an environment in which omniplat is not installed.
+    assert replace(answers[f"{entry.name} {UNINSTALLED}"], key=answer.key, error="") == replace(answer, error="")
+    assert _last_line(answers[f"{entry.name} {UNINSTALLED}"]) == _last_line(answer)
+
+
+def _last_line(answer: Answer) -> str:
+    """What the error says: methods that it lists come in any order."""
+    return "".join(sorted(answer.error.strip().rpartition("\n")[2]))
 
 
 @pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.name in UNDELIVERABLE], ids=ids)
