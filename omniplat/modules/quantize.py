@@ -213,9 +213,9 @@ def _input_scales(
     """Static scales of inputs by layer: those that the method gives, and for the others what calibration finds."""
     static = [verdict for verdict in verdicts if verdict.method is not None and verdict.method.is_static]
     given = {
-        verdict.name: verdict.method.input_scales[verdict.place.name]
+        verdict.name: verdict.method.input_scales[verdict.local]
         for verdict in static
-        if verdict.method is not None and verdict.place.name in verdict.method.input_scales
+        if verdict.method is not None and verdict.local in verdict.method.input_scales
     }
     if calibration is None:
         return given

@@ -15,7 +15,7 @@ from omniplat.errors import UsageError
 from omniplat.models.advice import FLOAT_COMPONENT_REASON, FLOAT_COMPONENTS, is_diffusion, why_sensitive
 from omniplat.modules.experts import ExpertsForm, experts_form, holds_stacks
 from omniplat.modules.layers import ModelExperts, ModelLinear
-from omniplat.modules.places import WRAPPED, Place, places_of, require_none, why_not, why_not_below
+from omniplat.modules.places import WRAPPED, Place, places_of, plain_name, require_none, why_not, why_not_below
 from omniplat.online import Method, Routing, ignored_by
 from omniplat.packing import family_of
 from omniplat.registry import MODELS, Registry
@@ -41,6 +41,11 @@ class Verdict:
     model: Mapping[str, Any]
     is_advice: bool = False
     form: ExpertsForm | None = None
+
+    @property
+    def local(self) -> str:
+        """The layer's name in its component, without adapters: under which options know it."""
+        return plain_name(self.place.name)
 
 
 def components_of(model: object) -> dict[str, nn.Module]:
@@ -184,7 +189,7 @@ class Survey:
         for width in columns:
             if method.weight.granularity == "group" and width % method.weight.group_size:
                 return f"{width} columns are not a multiple of {method.name}'s group of {method.weight.group_size}"
-        if method.is_static and not self._calibrated and verdict.place.name not in method.input_scales:
+        if method.is_static and not self._calibrated and verdict.local not in method.input_scales:
             return "has no entry in input_scales"
         return ""
 
@@ -222,7 +227,7 @@ class Survey:
     def _require_scales(self, found: list[Verdict]) -> None:
         """Static scales belong to layers and are positive."""
         for component, method in ((None, self._routing.default), *self._routing.components.items()):
-            own = {v.place.name for v in found if self._routing.component_of(v.name) == component}
+            own = {v.local for v in found if self._routing.component_of(v.name) == component}
             for name, scale in method.input_scales.items() if method is not None else ():
                 if name not in own:
                     raise UsageError(f"input_scales: {name!r} is no layer of the model")

@@ -75,6 +75,13 @@ def test_given_scales_come_first_and_calibration_finds_the_others() -> None:
     assert scale_of(model, DOWN) != 0.5
 
 
+def test_scales_are_named_without_adapters() -> None:
+    model = tiny.decoder()
+    model.model.layers[0].mlp.down_proj = tiny.Adapter(model.model.layers[0].mlp.down_proj)
+    omniplat.quantize_model(model, {**STATIC, "input_scales": {DOWN: 0.5}}, "cpu", calibration=[tiny.rows()])
+    assert scale_of(model, f"{DOWN}.base_layer") == 0.5
+
+
 def test_a_pipeline_is_calibrated_by_calling_it() -> None:
     class Pipeline:
         def __init__(self) -> None:
