@@ -207,10 +207,23 @@ def _gguf_shards(names: Iterable[str]) -> tuple[str, ...]:
     parts = [_GGUF_SPLIT.fullmatch(n) for n in files]
     first = parts[0]
     if first is None or any(p is None or p["stem"] != first["stem"] or p["count"] != first["count"] for p in parts):
-        raise InvalidCheckpointError(f"is one of {len(files)} GGUF files; name the one that is meant", file=files[0])
+        raise InvalidCheckpointError(
+            f"is one of {len(files)} GGUF files; name the one that is meant (a path, or org/name/FILE.gguf)",
+            file=files[0],
+        )
     if len(files) != int(first["count"]):
         raise InvalidCheckpointError(f"is one of {len(files)} parts of {int(first['count'])}", file=files[0])
     return files
+
+
+def _parts_of(source: Source, file: str) -> tuple[str, ...]:
+    """All parts of the split GGUF file that `file` is one of; itself where it is whole."""
+    folder, _, name = file.rpartition("/")
+    part = _GGUF_SPLIT.fullmatch(name)
+    if part is None:
+        return (file,)
+    beside = (n for n in source.names(folder) if (m := _GGUF_SPLIT.fullmatch(n)) and m["stem"] == part["stem"])
+    return tuple(f"{folder}/{n}" if folder else n for n in _gguf_shards(tuple(beside)))
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -228,8 +241,15 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return open_source(LocalFolder(root))
 
 
-def open_source(source: Source, revision: str = "") -> Checkpoint:
-    """Open the checkpoint whose files `source` has; raises InvalidCheckpointError as `open_checkpoint` does."""
+def open_source(source: Source, revision: str = "", file: str = "") -> Checkpoint:
+    """Open the checkpoint whose files `source` has; raises InvalidCheckpointError as `open_checkpoint` does.
+
+    `file` names one of several GGUF files, or a part of one that is split.
+    """
+    if file:
+        if not source.is_file(file):
+            raise InvalidCheckpointError("there is no such file", file=file)
+        return Checkpoint(source.root, (_open_component(source, "", gguf=_parts_of(source, file)),), revision=revision)
     names = source.names()
     where = str(source.root)
     absent: list[str] = []

@@ -6,9 +6,11 @@ shape is that of the values; every row is a whole number of blocks.
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omniplat.checkpoint.source import Source
 from omniplat.checkpoint.tensors import GGUF_PREFIX, TensorInfo
 from omniplat.errors import BackendNotInstalledError, InvalidCheckpointError
 
@@ -21,31 +23,38 @@ INSTALL = 'pip install "omniplat[gguf]"'
 MAGIC = b"GGUF"
 #: Longest array of a header: the vocabularies of today have some hundred thousand entries.
 _MAX_ARRAY = 1 << 24
+#: What is fetched at first of a header that is far away, then at a time, and in all. Vocabularies are most of it.
+_FIRST_BYTES, _STEP_BYTES, _MAX_HEADER_BYTES = 1 << 18, 1 << 22, 100_000_000
 #: Types that are no blocks have the names of safetensors' dtypes.
 _PLAIN = frozenset({"F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64"})
 #: Fields of the header that say what the file is.
 _DESCRIBING = ("general.architecture", "general.name", "general.file_type", "general.quantization_version")
 
 
-def read_gguf_header(root: Path, shard: str) -> tuple[list[TensorInfo], dict[str, str]]:
-    """Tensors of `root/shard` in file order, and the fields that describe the model.
+def read_gguf_header(source: Source, shard: str) -> tuple[list[TensorInfo], dict[str, str]]:
+    """Tensors of `shard` in file order, and the fields that describe the model. Of a file that is not on disk no more
+    is read than its header.
 
     Raises InvalidCheckpointError naming the file for anything that is no whole GGUF file, BackendNotInstalledError
     where the reader library is missing.
     """
-    path = root / shard
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as exc:
-        raise InvalidCheckpointError(f"cannot be read: {exc.strerror or exc}", file=shard) from exc
-    if magic != MAGIC:
+    size = source.size(shard)
+    if source.read_range(shard, 0, len(MAGIC)) != MAGIC:
         raise InvalidCheckpointError("is not a GGUF file: its magic is missing", file=shard)
+    reader = _read(source.root / shard, size, size, shard) if source.is_local else _read_from_afar(source, shard, size)
+    tensors = [_info(tensor, shard, size) for tensor in reader.tensors]
+    names = [tensor.name for tensor in tensors]
+    if len(set(names)) != len(names):
+        raise InvalidCheckpointError("names a tensor twice", file=shard)
+    return tensors, _description(reader)
+
+
+def _read(path: Path, size: int, known: int, shard: str) -> GGUFReader:
+    """The library's reader of a file of `size` bytes, of which the first `known` are there."""
     try:
-        reader = _bounded_reader(size)(path)
-        described = _description(reader)
-    except BackendNotInstalledError:
+        reader = _bounded_reader(size, known)(path)
+        _description(reader)
+    except (BackendNotInstalledError, _Unknown):
         raise
     except Exception as exc:
         # the library trips over cut and forged files in many places, each with an error of its own
@@ -53,15 +62,41 @@ def read_gguf_header(root: Path, shard: str) -> tuple[list[TensorInfo], dict[str
         raise InvalidCheckpointError(
             f"GGUF header is cut off or broken: {type(exc).__name__}: {text}", file=shard
         ) from exc
-    tensors = [_info(tensor, shard, size) for tensor in reader.tensors]
-    names = [tensor.name for tensor in tensors]
-    if len(set(names)) != len(names):
-        raise InvalidCheckpointError("names a tensor twice", file=shard)
-    return tensors, described
+    return reader
 
 
-def _bounded_reader(size: int) -> type[GGUFReader]:
-    """The library's reader, made to stop where a file of `size` bytes ends and at arrays beyond `_MAX_ARRAY`.
+def _read_from_afar(source: Source, shard: str, size: int) -> GGUFReader:
+    """The same of a file that is fetched piece by piece until its header is whole.
+
+    The library reads files only: it is given one with these pieces, and a hole where the tensors are.
+    """
+    known = 0
+    with tempfile.TemporaryDirectory(prefix="omniplat-") as folder:
+        path = Path(folder) / "header.gguf"
+        with path.open("wb") as file:
+            file.truncate(size)
+        step = _FIRST_BYTES
+        while known < min(size, _MAX_HEADER_BYTES):
+            piece = source.read_range(shard, known, min(step, size - known))
+            with path.open("r+b") as file:
+                file.seek(known)
+                file.write(piece)
+            known, step = known + len(piece), _STEP_BYTES
+            try:
+                return _read(path, size, known, shard)
+            except _Unknown:
+                if not piece:
+                    break
+    raise InvalidCheckpointError(f"GGUF header is longer than {known} bytes", file=shard)
+
+
+class _Unknown(Exception):
+    """The header goes on behind the bytes that have been fetched."""
+
+
+def _bounded_reader(size: int, known: int) -> type[GGUFReader]:
+    """The library's reader, made to stop where a file of `size` bytes ends and at arrays beyond `_MAX_ARRAY`, and to
+    raise _Unknown where the header goes on behind `known` bytes.
 
     On its own it takes what lies behind the end for empty, and loops as often as a forged length says.
     """
@@ -74,8 +109,12 @@ def _bounded_reader(size: int) -> type[GGUFReader]:
 
     class BoundedReader(GGUFReader):
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-            if offset + np.dtype(dtype).itemsize * int(count) > size:
+            end = offset + np.dtype(dtype).itemsize * int(count)
+            if end > size:
                 raise ValueError(f"needs bytes behind the end, at {offset}")
+            in_header = getattr(self, "data_offset", None) is None
+            if in_header and end > known:
+                raise _Unknown
             return super()._get(offset, dtype, count, override_order)
 
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:

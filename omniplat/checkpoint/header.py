@@ -55,9 +55,7 @@ def read_header_of(source: Source, shard: str) -> ShardHeader:
     overlaps, leaves holes or ends before or after the end of the file.
     """
     if shard.endswith(".gguf"):
-        if not source.is_local:
-            raise InvalidCheckpointError("GGUF files are read from disk only: download it first", file=shard)
-        return ShardHeader(shard, *read_gguf_header(source.root, shard))
+        return ShardHeader(shard, *read_gguf_header(source, shard))
     size = source.size(shard)
     prefix = source.read_range(shard, 0, 8)
     if len(prefix) < 8:

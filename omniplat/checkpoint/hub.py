@@ -20,6 +20,7 @@ import msgspec
 from omniplat.checkpoint.folder import MAX_SMOOTHING_BYTES, Checkpoint, open_checkpoint, open_source
 from omniplat.checkpoint.header import MAX_HEADER_BYTES
 from omniplat.checkpoint.hub_http import HubClient, Limits, Refused, in_parallel
+from omniplat.checkpoint.source import LocalFolder
 from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.errors import BackendNotInstalledError, InvalidCheckpointError, UsageError
 
@@ -51,31 +52,44 @@ def is_hub_id(text: str | os.PathLike[str]) -> bool:
     return ".." not in text and "--" not in text and not os.path.lexists(text)
 
 
+def _file_of(text: str | os.PathLike[str]) -> tuple[str, str]:
+    """(id, file) of a string of the form `org/name/FILE.gguf` that is no path here; ("", "") for any other."""
+    if not isinstance(text, str) or not text.endswith(".gguf") or text.count("/") < 2 or os.path.lexists(text):
+        return "", ""
+    organisation, name, file = text.split("/", 2)
+    repo = f"{organisation}/{name}"
+    return (repo, file) if is_hub_id(repo) and ".." not in file.split("/") else ("", "")
+
+
 def require_local(checkpoint: str | os.PathLike[str]) -> None:
     """Raise InvalidCheckpointError for an id of the Hub: what needs weights needs a folder."""
-    if is_hub_id(checkpoint):
+    repo, file = (str(checkpoint), "") if is_hub_id(checkpoint) else _file_of(checkpoint)
+    if repo:
+        what = "file" if file else "folder"
         raise InvalidCheckpointError(
-            "no such folder; weights are read from disk only. Download the repository and name its folder: "
-            f"hf download {checkpoint} --local-dir DIR (older: huggingface-cli download; in Python: "
+            f"no such {what}; weights are read from disk only. Download the repository and name its {what}: "
+            f"hf download {f'{repo} {file}'.strip()} --local-dir DIR (older: huggingface-cli download; in Python: "
             "huggingface_hub.snapshot_download)",
             file=str(checkpoint),
         )
 
 
 def open_named(name: str | os.PathLike[str], revision: str | None = None, limits: Limits | None = None) -> Checkpoint:
-    """Open a path where one exists, else the repository of the Hub with this id.
+    """Open a path where one exists, else the repository of the Hub with this id, or one GGUF file of it
+    (`org/name/FILE.gguf`).
 
     Raises what `open_checkpoint` and `open_repository` raise, and UsageError for a revision of a path.
     """
-    if not is_hub_id(name):
+    repo, file = (str(name), "") if is_hub_id(name) else _file_of(name)
+    if not repo:
         if revision is not None:
             raise UsageError(f"{str(name)!r} is a path, and only repositories of the Hub have revisions")
         return open_checkpoint(name)
-    return open_repository(str(name), revision, limits or Limits())
+    return open_repository(repo, revision, limits or Limits(), file)
 
 
-def open_repository(repo: str, revision: str | None, limits: Limits) -> Checkpoint:
-    """Open a repository of the Hub at `revision`, its default branch where that is None.
+def open_repository(repo: str, revision: str | None, limits: Limits, file: str = "") -> Checkpoint:
+    """Open a repository of the Hub at `revision`, its default branch where that is None; of several GGUF files `file`.
 
     Raises BackendNotInstalledError where huggingface_hub is missing, InvalidCheckpointError where the repository or
     the revision does not exist or may not be read, where the server cannot be reached, where HF_HUB_OFFLINE is set
@@ -87,9 +101,10 @@ def open_repository(repo: str, revision: str | None, limits: Limits) -> Checkpoi
         missing = "huggingface-hub (no folder of that name is here, so it is taken for an id of the Hub)"
         raise BackendNotInstalledError(repo, missing, INSTALL, kind="checkpoint") from exc
     if constants.HF_HUB_OFFLINE:
-        return open_checkpoint(_downloaded(repo, revision))
+        folder = _downloaded(repo, revision)
+        return open_source(LocalFolder(Path(folder)), file=file) if file else open_checkpoint(folder)
     source = HubRepository(repo, revision, limits)
-    return open_source(source, source.commit)
+    return open_source(source, source.commit, file)
 
 
 def _downloaded(repo: str, revision: str | None) -> str:

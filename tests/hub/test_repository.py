@@ -208,14 +208,6 @@ def test_a_path_has_no_revision(tmp_path: Path) -> None:
         open_named(str(tmp_path / "nowhere"), "main")
 
 
-def test_gguf_files_are_not_read_from_afar(tmp_path: Path, serve: Serve) -> None:
-    (tmp_path / "files").mkdir()
-    (tmp_path / "files" / "model.gguf").write_bytes(b"GGUF")
-    serve(tmp_path / "files")
-    with pytest.raises(InvalidCheckpointError, match="download it first"):
-        open_named("org/model")
-
-
 def test_links_and_odd_names_in_a_listing(tmp_path: Path, serve: Serve) -> None:
     for name in ("../x", "/etc/x", "a//b", "a/./b", ""):
         listing = {"sha": COMMIT, "siblings": [{"rfilename": name, "size": 1}]}
