@@ -103,6 +103,8 @@ def _require_libraries() -> None:
 
 def _images(path: Path, like: Path | None = None) -> dict[str, Path]:
     """Images by name: a folder's by their paths inside it, a single file by its own name or that of `like`."""
+    if not path.exists():
+        raise UsageError(f"{path} does not exist")
     if path.is_file():
         return {(like or path).name: path}
     return {file.relative_to(path).as_posix(): file for file in sorted(image_files(path))}

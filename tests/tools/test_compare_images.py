@@ -125,7 +125,12 @@ def test_what_is_no_single_image_of_eight_bits_is_refused(image: type, tmp_path:
     stills[0].save(frames, save_all=True, append_images=stills[1:])
     broken = tmp_path / "broken.png"
     broken.write_bytes(good.read_bytes()[:99])
-    for path, text in ((deep, "mode I;16"), (frames, "holds 2 images"), (broken, "cannot be read")):
+    for path, text in (
+        (tmp_path / "absent.png", "does not exist"),
+        (deep, "mode I;16"),
+        (frames, "holds 2 images"),
+        (broken, "cannot be read"),
+    ):
         with pytest.raises(UsageError, match=text):
             compare(good, path)
 
