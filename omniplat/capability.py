@@ -82,12 +82,15 @@ class Capability:
     `scale_format` what it rounds those scales to ("f16"); "" where it keeps them as declared.
     `substitutes`  what a checkpoint that declares another rule gets: False, a refusal; True, the kernel's own rule, and
                    a note in the plan.
+    `input_element`   the number format that the device holds inputs in, where it is not the declared one but another
+                   of the same bits: "fp8_e4m3fnuz".
     `archs`        architectures of the device kind, as names; empty means every one.
     `dtypes`       input dtypes.
     `requires`     distributions, as requirement strings ("humming-kernels>=0.1.20").
     `accumulator`  "f32", "f64", "int32", ...: the tolerance of the conformance suite derives from it.
     `evidence`     "declared" | "emulated" | "verified on <device>".
     `impl`         "module:Class" of the kernel; empty while only planning is possible.
+    `rounds_before_bias`   True where products are rounded to the output's dtype before a bias is added.
     `resident`     bytes kept per stored byte of weight (1.0: nothing is expanded).
     `moe_activations`   what an op for experts can compute between its two products.
     `variants`     names of implementations of the same numerics that the kernel picks from by M.
@@ -102,6 +105,7 @@ class Capability:
     roundings: tuple[str, ...] = ()
     scale_format: str = ""
     substitutes: bool = False
+    input_element: str = ""
     archs: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("bf16", "f16", "f32")
     shapes: tuple[ShapeRule, ...] = ()
@@ -114,6 +118,7 @@ class Capability:
     via: str = ""
     resident: float = 1.0
     bias: bool = True
+    rounds_before_bias: bool = False
     moe_activations: tuple[str, ...] = ACTIVATIONS
     variants: tuple[str, ...] = ()
 

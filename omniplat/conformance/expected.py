@@ -39,7 +39,11 @@ def executed_activation(capability: Capability, scheme: Scheme) -> TensorQuant |
     rule = _followed(quant.scale_rule, capability.scale_rules)
     rounding = _followed(quant.rounding, capability.roundings)
     return replace(
-        quant, scale_rule=rule, rounding=rounding, scale_format=capability.scale_format or quant.scale_format
+        quant,
+        element=capability.input_element or quant.element,
+        scale_rule=rule,
+        rounding=rounding,
+        scale_format=capability.scale_format or quant.scale_format,
     )
 
 
@@ -91,6 +95,9 @@ def linear(x: Array, weight: CanonicalWeight, capability: Capability, dtype: str
         # The pair's two products are in the layer's dtype: the middle and both factors are rounded to it.
         allowed = allowed + 3 * operand_unit(np.full((1, 1), 0.1), dtype, None) * beside
     allowed = allowed + np.abs(values) @ np.broadcast_to(reencoding_loss(weight, capability), dense.shape).T
+    if capability.rounds_before_bias and "bias" in weight.tensors:
+        product = np.abs(y - weight.tensors["bias"].astype(np.float64))
+        allowed = allowed + rounding(product + allowed, dtype)
     return Expected(y, unquantized, allowed + rounding(np.abs(y) + allowed, dtype))
 
 

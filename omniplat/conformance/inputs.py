@@ -48,10 +48,12 @@ def spread_rows(rows: int, columns: int, rng: np.random.Generator, dtype: str, b
     return as_dtype(rng.standard_normal((rows, columns)) * np.exp2(np.round(exponents))[:, None], dtype)
 
 
-def spread_groups(rows: int, columns: int, size: int, rng: np.random.Generator, dtype: str) -> tuple[Array, Array]:
-    """Rows with every second run of `size` columns 2^16 times larger; and which columns are small, bool [K]."""
+def spread_groups(
+    rows: int, columns: int, size: int, rng: np.random.Generator, dtype: str, binades: int = 16
+) -> tuple[Array, Array]:
+    """Rows with every second run of `size` columns 2^binades times larger; and which columns are small, bool [K]."""
     small = (np.arange(columns) // size) % 2 == 1
-    factors = np.where(small, 2.0**-8, 2.0**8)
+    factors = np.where(small, 2.0 ** -(binades // 2), 2.0 ** (binades // 2))
     return as_dtype(rng.standard_normal((rows, columns)) * factors, dtype), small
 
 

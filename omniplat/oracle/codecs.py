@@ -53,6 +53,8 @@ FLOAT_ELEMENTS: tuple[tuple[str, FloatElement], ...] = (
     ("fp6_e2m3", FloatElement(6, 3, 0, 2, 7.5)),
     ("fp6_e3m2", FloatElement(6, 2, -2, 4, 28.0)),
     ("fp8_e4m3", FloatElement(8, 3, -6, 8, 448.0)),
+    # What AMD's gfx94x computes with: inputs only, since files hold the format above.
+    ("fp8_e4m3fnuz", FloatElement(8, 3, -7, 7, 240.0)),
     ("fp8_e5m2", FloatElement(8, 2, -14, 15, 57344.0)),
 )
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from omniplat.canonical import Array, CanonicalWeight
 from omniplat.errors import InvalidSchemeError, UsageError
-from omniplat.oracle.codecs import Float64, element_max, encode, round_to_element
+from omniplat.oracle.codecs import Float64, element_max, encode, float_element, round_to_element
 from omniplat.oracle.dequantize import DUAL_LEVEL_COLUMNS
 from omniplat.oracle.scales import Float32, Grid, e8m0_grid, float_grid, nvfp4_global_scale, nvfp4_grid
 from omniplat.scheme import ELEMENT_BITS, Scheme, TensorQuant, activation_id, low_rank_base, weight_id
@@ -93,7 +93,8 @@ def quantize_weight(w: Array, quant: TensorQuant, *, extremes: tuple[float, floa
 
 
 def _check_element(quant: TensorQuant, text: str) -> None:
-    if quant.element not in ELEMENT_BITS or quant.element in ("bf16", "nf4", "fp4_bnb"):
+    is_known = quant.element in ELEMENT_BITS or float_element(quant.element) is not None
+    if not is_known or quant.element in ("bf16", "nf4", "fp4_bnb"):
         raise InvalidSchemeError(text, "the oracle does not define its quantization")
 
 

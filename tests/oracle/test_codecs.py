@@ -141,3 +141,10 @@ def test_e8m0() -> None:
 def test_codes_of_the_wrong_width_are_refused() -> None:
     with pytest.raises(ValueError, match="8 columns, expected 6"):
         decode_codes(np.zeros((2, 4), np.uint8), "fp4_e2m1", 6)
+
+
+def test_the_fp8_without_negative_zero_is_its_librarys() -> None:
+    """float8_e4m3fnuz: 240 is its largest number, and 2^-10 its smallest."""
+    values = np.concatenate([np.arange(-250, 250, 0.375), np.arange(1, 64) * 2.0**-12])
+    own = round_to_element(values, "fp8_e4m3fnuz")
+    assert np.array_equal(own, np.clip(values, -240, 240).astype(ml_dtypes.float8_e4m3fnuz).astype(np.float64))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import msgspec
 import torch
 import torch.nn.functional as F
 
 from omniplat.portable.mx_grid import regroup_rows
 from omniplat.portable.quantize import has_triton, quantize_rows
+from omniplat.runtime.quant_text import decode_quant
 from omniplat.scheme import TensorQuant
 
 _LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -24,16 +24,6 @@ _ARGUMENTS = (
 #: `torch._int_mm` refuses 16 rows and fewer on CUDA.
 _INT_MM_ROWS = 17
 _HALF = (torch.bfloat16, torch.float16)
-
-
-def encode_quant(quant: TensorQuant) -> str:
-    """All fields of `quant` as JSON."""
-    return msgspec.json.encode(quant, order="sorted").decode()
-
-
-@lru_cache(maxsize=256)
-def decode_quant(text: str) -> TensorQuant:
-    return msgspec.json.decode(text.encode(), type=TensorQuant)
 
 
 @lru_cache(maxsize=64)

@@ -13,9 +13,10 @@ from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
 from omniplat.layer import LayerSpec
 from omniplat.portable.quantize import why_not
 from omniplat.runtime.kernel import LinearKernel, Prepared
+from omniplat.runtime.quant_text import encode_quant
 from omniplat.runtime.tensors import WeightTensors
 from omniplat.scheme import TensorQuant
-from omniplat_cuda.kernels import ops as _ops  # registers the operators
+from omniplat_cuda.kernels import ops as _ops  # noqa: F401 -- registers the operators
 
 #: Roles that a layer of these kernels may have; `input_scale` is kept for static activations only.
 _ROLES = frozenset({"codes", "scale", "pre_scale", "input_scale", "bias"})
@@ -72,7 +73,7 @@ class _TorchLinear(LinearKernel[TorchConfig]):
             if "input_scale" not in weight.tensors:
                 raise InvalidCheckpointError(f"{weight.scheme.activation_id} needs input_scale", key=spec.name)
             tensors["input_scale"] = weight.tensors["input_scale"].to(torch.float32).reshape(1, 1)
-        config = TorchConfig(_ops.encode_quant(activation), weight.out_features, weight.in_features)
+        config = TorchConfig(encode_quant(activation), weight.out_features, weight.in_features)
         return Prepared(tensors, config)
 
     def apply(

@@ -1,0 +1,251 @@
+"""Experts over AITER's fused_moe, which quantizes inputs and what lies between the two products itself.
+
+A slot that chooses nothing gets the weight 0 where all experts are here. Where some are elsewhere, its id is one beyond
+the last, which the mask leaves out: ids are local ones by then, so that the mask's order is that of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from omniplat.layer import LayerSpec, MoeSpec
+from omniplat.portable.reencode import reencode
+from omniplat.runtime.kernel import MoeKernel, Prepared
+from omniplat.runtime.tensors import WeightTensors
+from omniplat_rocm.kernels import vendor
+from omniplat_rocm.kernels.vendor import aiter, require_half
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """`quant_type` is the name of AITER's constant, `dtype` that of the codes; `limit` the activation's, as text: a
+    compiler takes a float for an input that varies."""
+
+    quant_type: str
+    dtype: str
+    experts: int
+    limit: str
+
+
+class FusedMoe(MoeKernel[ExpertsConfig]):
+    """fp8 with a scale per row. Buffers, for w13 and w2: `codes` [E, N, K] in tiles of 16 x 16, and `scale` f32
+    [E, N, 1]."""
+
+    name: ClassVar[str] = "fused_moe_fp8"
+    config_type = ExpertsConfig
+    quant_type: ClassVar[str] = "per_Token"
+
+    def prepare(self, w13: WeightTensors, w2: WeightTensors, spec: LayerSpec) -> Prepared[ExpertsConfig]:
+        """Raises UnsupportedCombinationError for what is not declared; InvalidCheckpointError for NaN, and for scales
+        that span too many binades to be rewritten."""
+        vendor.layer_dtype(spec)
+        tensors = {}
+        dtype = torch.uint8
+        for prefix, weight in (("w13_", w13), ("w2_", w2)):
+            vendor.require(weight, spec, self.name)
+            codes, scale = self._weight(weight, spec)
+            dtype = codes.dtype
+            shuffled = aiter("ops.shuffle", "shuffle_weight")(codes.contiguous(), layout=(16, 16))
+            tensors[prefix + "codes"] = shuffled.view(torch.uint8)
+            tensors[prefix + "scale"] = scale.contiguous()
+        limit = (spec.moe or MoeSpec(w13.experts, w2.in_features)).limit
+        name = str(dtype).removeprefix("torch.")
+        return Prepared(tensors, ExpertsConfig(self.quant_type, name, w13.experts, repr(limit)))
+
+    def _weight(self, weight: WeightTensors, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes [E, N, K] in the dtype that the product knows them by, and scales as it reads them."""
+        return _device_fp8(vendor.fp8_codes(weight, spec), weight.tensors["scale"].to(torch.float32))
+
+    def apply(
+        self,
+        config: ExpertsConfig,
+        tensors: Mapping[str, torch.Tensor],
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        activation: str,
+        out_dtype: torch.dtype,
+        workspace: torch.Tensor | None,
+    ) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.omniplat.rocm_experts(
+            x,
+            tensors["w13_codes"],
+            tensors["w13_scale"],
+            tensors["w2_codes"],
+            tensors["w2_scale"],
+            topk_ids,
+            topk_weights,
+            expert_map,
+            config.quant_type,
+            config.dtype,
+            activation,
+            config.limit,
+            out_dtype,
+        )
+        return y
+
+
+class FusedMoeFnuz(FusedMoe):
+    """The same on gfx942."""
+
+    name: ClassVar[str] = "fused_moe_fp8_fnuz"
+
+
+class FusedMoeBlock(FusedMoe):
+    """fp8 with scales of blocks of 128 x 128: `scale` f32 [E, N/128, K/128]."""
+
+    name: ClassVar[str] = "fused_moe_fp8_block"
+    quant_type: ClassVar[str] = "per_128x128"
+
+
+class FusedMoeBlockFnuz(FusedMoeBlock):
+    """The same on gfx942."""
+
+    name: ClassVar[str] = "fused_moe_fp8_block_fnuz"
+
+
+class FusedMoeInt8(FusedMoe):
+    """int8 with a scale per row."""
+
+    name: ClassVar[str] = "fused_moe_int8"
+
+    def _weight(self, weight: WeightTensors, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        return weight.tensors["codes"].contiguous().view(torch.int8), weight.tensors["scale"].to(torch.float32)
+
+
+class FusedMoeMxfp4(FusedMoe):
+    """MXFP4: `codes` [E, N, K/2] in tiles, `scale` bytes of all experts, shuffled, rows padded to a multiple of 256."""
+
+    name: ClassVar[str] = "fused_moe_mxfp4"
+    quant_type: ClassVar[str] = "per_1x32"
+
+    def _weight(self, weight: WeightTensors, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = vendor.mx_scale(weight, spec)
+        shuffled = aiter("utility.fp4_utils", "e8m0_shuffle")(scale.view(-1, scale.shape[-1]))
+        return weight.tensors["codes"].contiguous().view(aiter("", "dtypes").fp4x2), shuffled
+
+
+class FusedMoeMxfp4Even(FusedMoeMxfp4):
+    """With the quantizer of releases before 0.1.16."""
+
+    name: ClassVar[str] = "fused_moe_mxfp4_even"
+
+
+class ReencodedMoeMxfp8(FusedMoe):
+    """MXFP8 weights with one power of two per row, by fp8 with a scale per token (`omniplat.reencoding`)."""
+
+    name: ClassVar[str] = "reencoded_moe_mxfp8"
+
+    def _weight(self, weight: WeightTensors, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        return super()._weight(reencode(weight, vendor.capability(self.name).via, spec.name), spec)
+
+
+class ReencodedMoeMxfp8Fnuz(ReencodedMoeMxfp8):
+    """The same on gfx942."""
+
+    name: ClassVar[str] = "reencoded_moe_mxfp8_fnuz"
+
+
+def _device_fp8(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of e4m3fn and their scales as the device's fp8."""
+    dtype = aiter("", "dtypes").fp8
+    if dtype == torch.float8_e4m3fnuz:
+        codes, scale = vendor.to_fnuz(codes, scale)
+    return codes.view(dtype), scale
+
+
+# -- the operator -----------------------------------------------------------------------------------------------
+
+_LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "rocm_experts(Tensor x, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor topk_ids, "
+    "Tensor topk_weights, Tensor? expert_map, str quant_type, str dtype, str activation, str limit, "
+    "ScalarType out_dtype) -> Tensor"
+)
+#: omniplat's names of activations -> AITER's.
+_ACTIVATIONS = {"silu": "Silu"}
+
+
+def _experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    quant_type: str,
+    dtype: str,
+    activation: str,
+    limit: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    require_half(out_dtype, "fused_moe")
+    if x.numel() == 0 or topk_ids.shape[1] == 0:
+        return torch.zeros(x.shape, dtype=out_dtype, device=x.device)
+    ids, weights, mask = _chosen(topk_ids, topk_weights, expert_map, w13.shape[0])
+    first, second = (_marked(codes.view(getattr(torch, dtype))) for codes in (w13, w2))
+    limited = {"swiglu_limit": float(limit)} if float(limit) else {}
+    y: torch.Tensor = aiter("fused_moe", "fused_moe")(
+        x.to(out_dtype).contiguous(),
+        first,
+        second,
+        weights,
+        ids,
+        expert_mask=mask,
+        activation=getattr(aiter("", "ActivationType"), _ACTIVATIONS[activation]),
+        quant_type=getattr(aiter("", "QuantType"), quant_type),
+        w1_scale=w13_scale,
+        w2_scale=w2_scale,
+        **limited,
+    )
+    return y
+
+
+def _marked(weight: torch.Tensor) -> torch.Tensor:
+    """AITER chooses kernels for shuffled weights by an attribute, which a view loses."""
+    weight.is_shuffled = True  # type: ignore[attr-defined]
+    return weight
+
+
+def _chosen(
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_map: torch.Tensor | None, experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Ids int32 [M, T], weights f32 [M, T], and the mask int32 [E + 1] where there is a map."""
+    weights = topk_weights.to(torch.float32)
+    if expert_map is None:
+        chosen = topk_ids >= 0
+        return topk_ids.clamp(min=0).to(torch.int32), (weights * chosen).contiguous(), None
+    local = torch.where(topk_ids < 0, -1, expert_map[topk_ids.clamp(min=0).to(torch.int64)])
+    ids = torch.where(local < 0, experts, local).to(torch.int32)
+    mask = F.pad(torch.ones(experts, dtype=torch.int32, device=topk_ids.device), (0, 1))
+    return ids.contiguous(), weights.contiguous(), mask
+
+
+def _experts_fake(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    quant_type: str,
+    dtype: str,
+    activation: str,
+    limit: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=out_dtype)
+
+
+_LIBRARY.impl("rocm_experts", _experts, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("omniplat::rocm_experts", _experts_fake, lib=_LIBRARY)

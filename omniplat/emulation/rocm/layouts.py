@@ -1,0 +1,82 @@
+"""AITER's layouts of weights and scales, and their inverses. From aiter/ops/shuffle.py of ROCm/aiter at e4048607."""
+
+from __future__ import annotations
+
+import torch
+
+from omniplat.emulation.core import Emulation
+
+#: What the emulation finds where AITER leaves memory uninitialised: e8m0's NaN.
+UNINITIALISED = 0xFF
+
+
+def padded_scales(rows: int, groups: int) -> tuple[int, int]:
+    """The shape of shuffled scales: rows in multiples of 256, groups in multiples of 8."""
+    return -(-rows // 256) * 256, -(-groups // 8) * 8
+
+
+def shuffle_weight_bytes(x: torch.Tensor, layout: tuple[int, int]) -> torch.Tensor:
+    """uint8 [..., N, B] in tiles of `layout`: N a multiple of its first number, B of twice its second."""
+    high, wide = layout
+    *lead, rows, columns = x.shape
+    tiles = x.reshape(-1, rows // high, high, columns // (2 * wide), 2 * wide // 16, 16)
+    return tiles.permute(0, 1, 3, 4, 2, 5).reshape(*lead, rows, columns)
+
+
+def unshuffle_weight_bytes(x: torch.Tensor, layout: tuple[int, int] = (16, 16)) -> torch.Tensor:
+    """The inverse of `shuffle_weight_bytes`."""
+    high, wide = layout
+    *lead, rows, columns = x.shape
+    tiles = x.reshape(-1, rows // high, columns // (2 * wide), 2 * wide // 16, high, 16)
+    return tiles.permute(0, 1, 4, 2, 3, 5).reshape(*lead, rows, columns)
+
+
+def shuffle_scale_bytes(scale: torch.Tensor) -> torch.Tensor:
+    """uint8 [M, G] in the order that the MX products read, padded; padding is `UNINITIALISED`."""
+    rows, groups = padded_scales(*scale.shape)
+    held = torch.full((rows, groups), UNINITIALISED, dtype=torch.uint8)
+    held[: scale.shape[0], : scale.shape[1]] = scale
+    return held.view(rows // 32, 2, 16, groups // 8, 2, 4).permute(0, 3, 5, 2, 4, 1).reshape(rows, groups)
+
+
+def unshuffle_scale_bytes(scale: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
+    """The first `rows` and `groups` of what `shuffle_scale_bytes` was given."""
+    high, wide = scale.shape
+    tiles = scale.reshape(high // 32, wide // 8, 4, 16, 2, 2).permute(0, 5, 3, 1, 4, 2)
+    return tiles.reshape(high, wide)[:rows, :groups]
+
+
+def shuffle_weight(
+    emulation: Emulation,
+    x: torch.Tensor,
+    layout: tuple[int, int] = (16, 16),
+    use_int4: bool = False,
+    is_guinterleave: bool = False,
+    gate_up: bool = False,
+) -> torch.Tensor:
+    """A copy in tiles, marked by the attribute `is_shuffled`, which does not survive `.to`, `.view` or a Parameter."""
+    op = "aiter.ops.shuffle.shuffle_weight"
+    emulation.require(op, not use_int4 and not is_guinterleave, "only the plain layout is emulated")
+    emulation.require(op, x.element_size() == 1, f"only elements of one byte are emulated, found {x.dtype}")
+    high, wide = layout[0], 2 * layout[1]
+    emulation.require(op, x.shape[-2] % high == 0, f"{x.shape[-2]} % {high} == {x.shape[-2] % high}")
+    emulation.require(op, x.shape[-1] % wide == 0, f"{x.shape[-1]} % {wide} == {x.shape[-1] % wide}")
+    emulation.require(op, x.is_contiguous(), "view size is not compatible with input tensor's size and stride")
+    shuffled = shuffle_weight_bytes(x.view(torch.uint8), layout).view(x.dtype)
+    shuffled.is_shuffled = True  # type: ignore[attr-defined]
+    return shuffled
+
+
+def shuffle_scale(
+    emulation: Emulation,
+    src: torch.Tensor,
+    experts_cnt: int | None = None,
+    is_guinterleave: bool = False,
+    gate_up: bool = False,
+) -> torch.Tensor:
+    """e8m0 scales [M, G], shuffled and padded."""
+    op = "aiter.ops.shuffle.shuffle_scale"
+    emulation.require(op, not is_guinterleave, "only the plain layout is emulated")
+    emulation.require(op, src.dim() == 2, "scale must be a 2D tensor")
+    emulation.require(op, src.element_size() == 1, f"only e8m0 scales are emulated, found {src.dtype}")
+    return shuffle_scale_bytes(src.view(torch.uint8)).view(src.dtype)
