@@ -9,9 +9,8 @@ import torch
 
 from omniplat.portable.quantize import has_triton
 from omniplat.runtime.activate import activate
-from omniplat.runtime.quant_text import decode_quant
 from omniplat.scheme import TensorQuant
-from omniplat_cuda.kernels.ops import quantize_to_fp8
+from omniplat_cuda.kernels.ops import decode_quant, quantize_to_fp8
 
 _LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
 

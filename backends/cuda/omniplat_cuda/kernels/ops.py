@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from omniplat.portable.mx_grid import regroup_rows
 from omniplat.portable.quantize import has_triton, quantize_rows
-from omniplat.runtime.quant_text import decode_quant
+from omniplat.runtime.quant_text import decode_quant as decode_quant
+from omniplat.runtime.quant_text import encode_quant as encode_quant
 from omniplat.scheme import TensorQuant
 
 _LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
