@@ -264,7 +264,14 @@ def _mxfp4_a8_multiply(rows: Rows, weight: Tensors, groups: Groups, dtype: torch
 
 
 def _plain(rows: torch.Tensor, rounding: str, dtype: torch.dtype) -> Rows:
-    return rows.to(dtype), None
+    """Rows of 16 bits. In f16, whose range ends at 65504, each is divided by a power of two near its maximum: neither the
+    product, which is f16 too, nor what comes of gate times up may leave that range where the layer's output does not."""
+    if dtype != torch.float16:
+        return rows.to(dtype), None
+    values = rows.to(torch.float32)
+    exponent = torch.frexp(values.abs().amax(1))[1]
+    power = torch.ldexp(torch.ones(exponent.shape, device=rows.device), exponent)
+    return (values / power.unsqueeze(1)).to(dtype), power
 
 
 def _weight_only_multiply(rows: Rows, weight: Tensors, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
@@ -280,8 +287,8 @@ def _weight_only_multiply(rows: Rows, weight: Tensors, groups: Groups, dtype: to
         group_type=0,
         group_list_type=1,
     )
-    found: torch.Tensor = y
-    return found if "factor" not in weight else found * weight["factor"][groups.expert]
+    found: torch.Tensor = y if "factor" not in weight else y * weight["factor"][groups.expert]
+    return found if rows[1] is None else found * rows[1].unsqueeze(1)
 
 
 EXPERTS: Mapping[str, ExpertProduct] = {
