@@ -90,7 +90,7 @@ def _measure(
     planned: Planned, originals: dict[str, OriginalWeights], tokens: int, seed: int, *, quiet: bool
 ) -> tuple[list[tuple[str, LayerFidelity]], list[tuple[str, MoeFidelity]]]:
     """Every quantized layer, and every mixture-of-experts layer with its router."""
-    from omniplat.tools.fidelity import measure
+    from omniplat.tools.fidelity import input_dtype, measure
     from omniplat.tools.fidelity_moe import measure_moe
 
     readers = {item.component.name: ShardReader(item.component.root) for item in planned.resolutions}
@@ -105,7 +105,7 @@ def _measure(
             if whole is not None:
                 mixtures.append((f"{part}/{whole.name}" if part else whole.name, whole))
         else:
-            found = measure(layer, item.packed, reader, original, rows=tokens, seed=seed)
+            found = measure(layer, item.packed, reader, original, rows=tokens, seed=seed, dtype=input_dtype(item))
         results.append((name, found))
         if not quiet and sys.stderr.isatty():
             print(f"\r{len(results)} of {total} layers", end="", file=sys.stderr)

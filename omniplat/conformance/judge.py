@@ -20,7 +20,7 @@ from omniplat.conformance.cases import Case
 from omniplat.conformance.expected import Expected, Routing, executed_activation
 from omniplat.conformance.inputs import as_dtype, random_input, representable_input
 from omniplat.conformance.subject import Subject
-from omniplat.conformance.tolerances import Float64, excess, inside_window, noise_ratio, usage
+from omniplat.conformance.tolerances import Float64, excess, finite, inside_window, noise_ratio, usage
 from omniplat.conformance.weights import random_weight, stack, static_input
 from omniplat.runtime.layers import QuantExperts, QuantLinear
 from omniplat.scheme import TensorQuant
@@ -111,6 +111,7 @@ def assert_experts_right(case: Case, found: Float64, wanted: Expected) -> float:
     Returns how much of the bound was used, or the ratio of errors.
     """
     if np.isfinite(wanted.allowed).all():
+        found = finite(found, wanted.y, wanted.allowed, case.dtype)
         beyond = excess(found, wanted.y, wanted.allowed)
         assert beyond is None, f"{case.id}: {beyond}"
         return usage(found, wanted.y, wanted.allowed)

@@ -109,6 +109,14 @@ def excess(found: Array, expected: Array, allowed: Array) -> Excess | None:
     return Excess(index, float(found[index]), float(expected[index]), float(allowed[index]), int(wrong.sum()))
 
 
+def finite(found: Array, expected: Array, allowed: Array, dtype: str) -> Float64:
+    """`found`, with infinities replaced by what was expected where that, within its bound, is beyond the dtype."""
+    values = np.asarray(found, np.float64)
+    reachable = np.abs(expected) + allowed
+    overflows = np.isinf(as_dtype(reachable, dtype)) & np.isinf(values) & (np.sign(values) == np.sign(expected))
+    return np.where(overflows, expected, values)
+
+
 def usage(found: Array, expected: Array, allowed: Array) -> float:
     """The largest error in units of its bound."""
     return float((np.abs(found - expected) / np.maximum(allowed, 1e-300)).max(initial=0.0))

@@ -22,6 +22,7 @@ from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.errors import InvalidCheckpointError
 from omniplat.formats.resolved import ResolvedModule
 from omniplat.packed import PackedLayer, Part
+from omniplat.planner import PlannedLayer
 from omniplat.reading import TensorReader
 from omniplat.roworder_apply import to_canonical_rows
 from omniplat.runtime.activate import activate
@@ -100,6 +101,12 @@ class SchemeFidelity:
     output: Distance | None
 
 
+def input_dtype(item: PlannedLayer) -> torch.dtype:
+    """float32 where the chosen kernel takes it, so that its output is not rounded; else the layer's own dtype."""
+    takes = item.capability.dtypes if item.capability is not None else ()
+    return torch.float32 if "f32" in takes else DTYPES.get(item.packed.spec.dtype, torch.bfloat16)
+
+
 def measure(
     layer: QuantLinear | QuantExperts,
     packed: PackedLayer,
@@ -110,8 +117,9 @@ def measure(
     seed: int = 0,
     repeats: int = 3,
     router: Router | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> LayerFidelity:
-    """Run `layer`, which was loaded from `packed` through `reader`, and compare it with its original.
+    """Run `layer`, loaded from `packed` through `reader`, on rows of `dtype`, and compare it with its original.
 
     `router` chooses experts for rows; without it they are chosen at random. Raises InvalidCheckpointError where the
     original's weight has another shape.
@@ -121,7 +129,7 @@ def measure(
     with torch.inference_mode():
         if isinstance(layer, QuantExperts):
             routing = router(x) if router is not None else _routing(layer, rows, seed)
-        found = layer(x, *routing).to(torch.float64)
+        found = layer(x.to(dtype), *routing).to(torch.float64)
         timed = x.to(DTYPES.get(packed.spec.dtype, torch.bfloat16))
         seconds = median_seconds(layer, timed, routing, repeats)
     weight = output = None

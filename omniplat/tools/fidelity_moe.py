@@ -23,6 +23,7 @@ from omniplat.tools.fidelity import (
     LayerFidelity,
     Originals,
     expected_experts,
+    input_dtype,
     inputs,
     measure,
     median_seconds,
@@ -78,13 +79,16 @@ def measure_moe(
     """
     whole = load_moe(planned, item, reader, experts=experts)
     router = whole.route if whole.routes else None
-    alone = measure(experts, item.packed, reader, originals, rows=rows, seed=seed, repeats=repeats, router=router)
+    dtype = input_dtype(item)
+    alone = measure(
+        experts, item.packed, reader, originals, rows=rows, seed=seed, repeats=repeats, router=router, dtype=dtype
+    )
     block = item.packed.block
     if block is None or router is None:
         return alone, None
     x = inputs(item.packed, rows, seed)
     with torch.inference_mode():
-        found = whole(x).to(torch.float64)
+        found = whole(x.to(dtype)).to(torch.float64)
         timed = x.to(DTYPES.get(item.packed.spec.dtype, torch.bfloat16))
         seconds = median_seconds(whole, timed, (), repeats)
     output = None

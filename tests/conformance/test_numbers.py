@@ -10,7 +10,16 @@ import pytest
 from omniplat import oracle
 from omniplat.capability import Capability
 from omniplat.conformance import catalog, expected, inputs, weights
-from omniplat.conformance.tolerances import UNITS, accumulation, excess, gamma, inside_window, noise_ratio, usage
+from omniplat.conformance.tolerances import (
+    UNITS,
+    accumulation,
+    excess,
+    finite,
+    gamma,
+    inside_window,
+    noise_ratio,
+    usage,
+)
 from omniplat.scheme import Scheme, parse_activation_id
 
 OWN = [text for text in catalog.ACTIVATIONS if text not in ("a16", "int8-bnb")]
@@ -114,3 +123,15 @@ def test_a_kernel_is_held_against_its_own_rule_for_scales(rule: str) -> None:
 def _by(scheme: Scheme, rule: str) -> Scheme:
     assert scheme.activation is not None
     return scheme.with_activation(replace(scheme.activation, scale_rule=rule))
+
+
+def test_an_output_beyond_its_dtype_may_be_infinite() -> None:
+    """f16 ends at 65504: what the exact value rounds to is right, another sign or a value within range is not."""
+    expected, allowed = np.array([68000.0, 65000.0, -68000.0, 100.0]), np.array([10.0, 600.0, 10.0, 1.0])
+    right = np.array([np.inf, np.inf, -np.inf, 100.0])
+    assert excess(finite(right, expected, allowed, "f16"), expected, allowed) is None
+    for index, value in ((0, -np.inf), (3, np.inf), (2, np.nan)):
+        wrong = right.copy()
+        wrong[index] = value
+        assert excess(finite(wrong, expected, allowed, "f16"), expected, allowed) is not None
+    assert excess(finite(right, expected, allowed, "f32"), expected, allowed) is not None

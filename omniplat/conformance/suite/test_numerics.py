@@ -18,6 +18,7 @@ from omniplat.conformance.inputs import as_dtype, nudged, random_input, represen
 from omniplat.conformance.judge import (
     ExpertTrial,
     LinearTrial,
+    assert_experts_right,
     expert_trial,
     for_execution,
     linear_trial,
@@ -288,8 +289,7 @@ def test_range_of_experts(subject: Subject, case: Case, record_property: Record)
     routing = trial.routing()
     wanted, found = trial.expect(x, routing), trial.run(x, routing)
     if np.isfinite(wanted.allowed).all():
-        beyond = excess(found, wanted.y, wanted.allowed)
-        assert beyond is None, f"{case.id}: {beyond}"
+        assert_experts_right(case, found, wanted)
         return
     reference = rounded(wanted.y, case.dtype)
     ratios = noise_ratios(found, reference, wanted.unquantized)

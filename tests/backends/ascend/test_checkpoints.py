@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -210,3 +211,20 @@ def test_what_a_generation_lacks_is_refused_with_every_reason(
         load(tmp_path, emulation.device)
     assert len(caught.value.reasons) > 10
     assert str(emulation.device) in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["npu:a2", "npu:a5"])
+@pytest.mark.parametrize("name", ["lc-qwen3-w8a8-int8", "ar016-qwen3-w4a16-asym", "qk-qwen3-int4-wo-128"])
+def test_the_command_runs_what_other_tools_wrote(name: str, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every layer on the emulated device, in the dtype that its kernel takes."""
+    from typer.testing import CliRunner
+
+    from omniplat.cli.app import app
+
+    folder = Path(__file__).resolve().parents[2] / "data" / "checkpoints" / name / "checkpoint"
+    done = CliRunner().invoke(app, ["--emulate", device, "run", str(folder), "--json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["device"]["name"] == "emulated, torch-npu 2.13.0"
+    assert report["layers"]
+    assert all(layer["finite"] for layer in report["layers"])

@@ -264,8 +264,11 @@ def _mxfp4_a8_multiply(rows: Rows, weight: Tensors, groups: Groups, dtype: torch
 
 
 def _plain(rows: torch.Tensor, rounding: str, dtype: torch.dtype) -> Rows:
-    """Rows of 16 bits. In f16, whose range ends at 65504, each is divided by a power of two near its maximum: neither the
-    product, which is f16 too, nor what comes of gate times up may leave that range where the layer's output does not."""
+    """Rows of 16 bits.
+
+    In f16, whose range ends at 65504, each is divided by a power of two near its maximum: neither the product, which is
+    f16 too, nor gate times up may leave that range where the layer's output does not.
+    """
     if dtype != torch.float16:
         return rows.to(dtype), None
     values = rows.to(torch.float32)
