@@ -10,7 +10,8 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 PYTEST_ARGS ?=
-VLLM_RUN ?= -m pytest tests/vllm
+# A file of tests shares its engine process: it stays in one worker.
+VLLM_RUN ?= -m pytest -n $(JOBS) --dist loadfile tests/vllm
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt

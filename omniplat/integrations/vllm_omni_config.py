@@ -86,7 +86,8 @@ class OmniplatDiffusionConfig(OmniplatConfig):
         self._components = {name: EngineLayers(planned, name, "vllm") for name in chosen}
         self._rename()
         for name, layers in self._components.items():
-            if name not in quantized:
+            # Beside quantized parts, what is not stays as it is where the name stands for what is stored.
+            if name not in quantized and self._method in METHODS:
                 method = parse_method({"method": self._method, **self._options})
                 self._online[name] = choose_online(method, layers)
         if self._mode != ALL:
@@ -97,11 +98,9 @@ class OmniplatDiffusionConfig(OmniplatConfig):
         if not self._components:
             self._find_checkpoint()
         is_linear, is_experts = isinstance(layer, LinearBase), isinstance(layer, RoutedExperts)
-        if (is_linear and not self._own_linears) or not (is_linear or is_experts):
-            return self._native.get_quant_method(layer, prefix) if self._native is not None else None
-        if is_experts and not self._own_experts:
-            assert self._native is not None
-            return self._native.get_quant_method(layer, prefix)
+        is_own = (is_linear and self._own_linears) or (is_experts and self._own_experts)
+        if not is_own:
+            return self._native_method(layer, prefix)
         component, name = self._locate(prefix)
         layers, online = self._components[component], self._online.get(component)
         if online is not None and not layers.signature(name):
@@ -109,6 +108,19 @@ class OmniplatDiffusionConfig(OmniplatConfig):
             return UnquantizedLinearMethod() if is_linear else None
         assert self._workspaces is not None
         return method_for(layer, name, layers, self._workspaces, self._native, online)
+
+    def __getattr__(self, name: str) -> Any:
+        """What only vllm-omni's own config has, such as options for some steps of a pipeline, which models read."""
+        native = self.__dict__.get("_native")
+        if native is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        return getattr(native, name)
+
+    def _native_method(self, layer: Module, prefix: str) -> QuantizeMethodBase | None:
+        if self._native is None:
+            return None
+        self._native.packed_modules_mapping = self.packed_modules_mapping
+        return self._native.get_quant_method(layer, prefix)
 
     def _rename(self) -> None:
         for layers in self._components.values():

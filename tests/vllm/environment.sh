@@ -35,7 +35,7 @@ if [ ! -f "$ENVIRONMENT/complete" ]; then
         pillow pybase64 cachetools msgspec cloudpickle uvloop py-cpuinfo prometheus_client fastapi partial-json-parser \
         llguidance einops compressed-tensors apache-tvm-ffi
       "${PIP[@]}" aenum tiktoken loguru omegaconf prettytable diffusers av janus
-      "${PIP[@]}" ml_dtypes safetensors stevedore rich typer pytest hatchling "setuptools<81"
+      "${PIP[@]}" ml_dtypes safetensors stevedore rich typer pytest pytest-xdist hatchling "setuptools<81"
       SITE=$("$ENVIRONMENT/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
       # transformers, diffusers and vllm-omni import torchvision and these tests never use it; the real one brings
       # the CUDA build of torch, or does not load beside the CPU build.
