@@ -18,14 +18,15 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 from cuda_linear import graph_of, replayed
-from omniplat_cuda.kernels.expert_ops import _combined
 from omniplat_cuda.spec import SPEC
 
 from omniplat.device import parse_device
 from omniplat.layer import LayerSpec, MoeSpec
 from omniplat.match import Policy, match
+from omniplat.portable.experts_triton import combine
 from omniplat.portable.mx_grid import regroup_rows_torch
 from omniplat.portable.quantize import quantize_rows_torch
+from omniplat.portable.routing import sort_by_expert
 from omniplat.runtime.kernel import MoeKernel, load_kernel
 from omniplat.runtime.layers import QuantExperts
 from omniplat.runtime.tensors import WeightTensors
@@ -79,13 +80,11 @@ def bf16_layer(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
 ) -> torch.Tensor:
     """The same steps as the quantized layers', with BF16 products."""
-    ranked, order = torch.sort(ids.reshape(-1).long(), stable=True)
-    ends = torch.searchsorted(ranked, torch.arange(EXPERTS, device=x.device), right=True, out_int32=True)
-    both = F.grouped_mm(x[order // TOP], w13.transpose(1, 2), offs=ends)
+    order = sort_by_expert(ids, None, EXPERTS)
+    both = F.grouped_mm(x[order.rows], w13.transpose(1, 2), offs=order.ends)
     gate, up = both.chunk(2, dim=1)
-    out = F.grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs=ends)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device)).view(-1, TOP)
-    return _combined(out, place, weights, ends[-1:], torch.bfloat16)
+    out = F.grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs=order.ends)
+    return combine(out, order.place, weights, order.ends[-1:], torch.bfloat16)
 
 
 def error_of(

@@ -20,7 +20,8 @@ from omniplat.conformance.weights import random_weight
 from omniplat.layer import LayerSpec
 from omniplat.portable import int8_gemm_triton as int8
 from omniplat.portable import weight_only_triton as weight_only
-from omniplat.portable.weight_only import PortableLinear, decode_form
+from omniplat.portable.weight_only import PortableLinear
+from omniplat.portable.word_weights import decode_form
 from omniplat.runtime.tensors import to_torch
 from omniplat.scheme import Scheme
 

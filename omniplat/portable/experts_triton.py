@@ -1,40 +1,28 @@
-"""What lies beside the products of a layer of experts, in Triton: the gated activation, quantized in the same pass, and
+"""What lies beside the products of a layer of experts, in Triton: tiles of tokens by expert, the gated activation, and
 the weighted sum over the experts of a token. Imports triton."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
-from omniplat.portable.quantize_triton import converts_fp8
+from omniplat.portable.routing import Sorted
+from omniplat.portable.weight_only_triton import ExpertTiles, Tile, folds, tile_of, weight_only_product
+from omniplat.portable.word_weights import WordForm
 
 
 @triton.jit
-def _silu_quantize(  # type: ignore[no-untyped-def]  # Triton looks annotations up among its own types
-    both, codes, scales, columns, HARDWARE: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
+def _silu_and_mul(both, hidden, columns, BLOCK: tl.constexpr) -> None:  # type: ignore[no-untyped-def]  # Triton looks annotations up among its own types
     row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = k < columns
     gate = tl.load(both + row * 2 * columns + k, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both + row * 2 * columns + columns + k, mask=inside, other=0.0).to(tl.float32)
-    v = gate / (1.0 + tl.exp(-gate)) * up
-    magnitude = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    amax = tl.max(magnitude, axis=0).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(amax, 448.0)
-    tl.store(scales + row, scale)
-    scaled = v * tl.div_rn(1.0, tl.where(scale == 0.0, 1.0, scale))
-    absolute = tl.minimum(tl.abs(scaled), 448.0)
-    if HARDWARE:
-        code = absolute.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
-    else:
-        pattern = absolute.to(tl.int32, bitcast=True)
-        above = ((pattern + 0x7FFFF + ((pattern >> 20) & 1)) >> 20) - 960
-        below = (absolute + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        code = tl.where(absolute < 0.015625, below, above)
-    code = code | ((v.to(tl.int32, bitcast=True) >> 24) & 0x80)
-    tl.store(codes + row * columns + k, code.to(tl.uint8), mask=inside)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(hidden + row * columns + k, value.to(hidden.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -54,26 +42,12 @@ def _combine(  # type: ignore[no-untyped-def]
     tl.store(y + token * columns + k, total.to(y.dtype.element_ty), mask=inside)
 
 
-def silu_quantize(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """silu(gate) * up of `both` [M, 2I], gate first, contiguous, to bytes of e4m3 [M, I] and scales f32 [M, 1].
-
-    One scale per token, amax / 448. Values are computed in f32 and divided by the scale through its reciprocal: a code
-    may differ from the oracle's where a quotient lies within two units of float32 of a tie.
-    """
+def silu_and_mul(both: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of `both` [R, 2I], gate first, contiguous: [R, I], computed in f32, rounded once."""
     rows, columns = len(both), both.shape[1] // 2
-    codes = torch.empty((rows, columns), dtype=torch.uint8, device=both.device)
-    scales = torch.empty((rows, 1), dtype=torch.float32, device=both.device)
-    block = max(128, triton.next_power_of_2(columns))
-    _silu_quantize[(rows,)](
-        both,
-        codes,
-        scales,
-        columns,
-        HARDWARE=converts_fp8(both.device),
-        BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
-    )
-    return codes, scales
+    hidden = torch.empty((rows, columns), dtype=both.dtype, device=both.device)
+    _silu_and_mul[(rows, triton.cdiv(columns, 1024))](both, hidden, columns, BLOCK=1024, num_warps=4)
+    return hidden
 
 
 def combine(
@@ -90,3 +64,48 @@ def combine(
         out, place, weights, y, columns, held, SLOTS=slots, BLOCK=1024, num_warps=4
     )
     return y
+
+
+def tokens_of(rows: int, experts: int) -> int:
+    """Rows of a tile for `rows` pairs of a token and an expert, spread evenly over `experts`."""
+    each = -(-rows // experts)
+    return min(128, max(16, 1 << (each - 1).bit_length()))
+
+
+def tiles_of(order: Sorted, tokens: int) -> ExpertTiles:
+    """Tiles of at most `tokens` rows, none with rows of two experts: as many as could be needed, the rest empty."""
+    rows, experts = len(order.rows), len(order.ends)
+    ends = order.ends.to(torch.int64)
+    starts = torch.nn.functional.pad(ends[:-1], (1, 0))
+    behind = ((ends - starts + tokens - 1) // tokens).cumsum(0)
+    tile = torch.arange(min(rows, experts) + rows // tokens, device=ends.device)
+    found = torch.searchsorted(behind, tile, right=True)
+    expert = found.clamp(max=experts - 1)
+    within = tile - torch.nn.functional.pad(behind[:-1], (1, 0))[expert]
+    first = starts[expert] + within * tokens
+    end = torch.where(found < experts, torch.minimum(ends[expert], first + tokens), first)
+    return ExpertTiles(*(part.to(torch.int32) for part in (order.rows, expert, first, end)))
+
+
+def in_place(tiles: ExpertTiles) -> ExpertTiles:
+    """The same tiles over rows that are sorted already."""
+    return replace(tiles, rows=torch.arange(len(tiles.rows), dtype=torch.int32, device=tiles.rows.device))
+
+
+def product(x: torch.Tensor, buffers: list[torch.Tensor | None], form: WordForm, tiles: ExpertTiles) -> torch.Tensor:
+    """Rows `tiles.rows` of `x` [M, K] by their expert's weight, [R, N] in x's dtype; rows of no expert hold anything.
+
+    `buffers` are words, scale, zero, row_scale, table and bias, with leading experts but for table.
+    """
+    words, scale, zero, row_scale, table, bias = buffers
+    assert words is not None
+    assert scale is not None
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    y = torch.empty((len(tiles.rows), form.out_features), dtype=x.dtype, device=x.device)
+    tile = tile_for(len(tiles.rows), len(words), form, x.dtype)
+    weight_only_product(x, words, table, scale, zero, row_scale, bias, y, form, tile, tiles)
+    return y
+
+
+def tile_for(rows: int, experts: int, form: WordForm, dtype: torch.dtype) -> Tile:
+    return tile_of(tokens_of(rows, experts), folds(form, dtype))

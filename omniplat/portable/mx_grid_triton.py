@@ -21,6 +21,7 @@ def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among 
     columns,
     stride,
     RULE: tl.constexpr,
+    GATED: tl.constexpr,
     PRE: tl.constexpr,
     HARDWARE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -32,6 +33,8 @@ def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among 
     k = tl.arange(0, BLOCK)
     inside = k < columns
     v = tl.load(x + row * stride + k, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        v = v / (1.0 + tl.exp(-v)) * tl.load(x + row * stride + columns + k, mask=inside, other=0.0).to(tl.float32)
     if PRE:
         v = v * tl.load(pre + k, mask=inside, other=0.0)
     groups = tl.reshape(v, [BLOCK // GROUP, GROUP])
@@ -85,12 +88,13 @@ _RULES = {"": "floor", "floor": "floor", "even": "even", "even-m1": "even", "cei
 
 
 def regroup_rows(
-    x: torch.Tensor, quant: TensorQuant, pre_scale: torch.Tensor | None
+    x: torch.Tensor, quant: TensorQuant, pre_scale: torch.Tensor | None, *, gated: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `omniplat.portable.mx_grid.regroup_rows`."""
+    """As `omniplat.portable.mx_grid.regroup_rows`; of silu(left half) * right half of each row with `gated`."""
     if x.stride(1) != 1:
         x = x.contiguous()
     rows, columns = x.shape
+    columns = columns // 2 if gated else columns
     codes = torch.empty((rows, columns), dtype=torch.uint8, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     # the device converts four numbers of a thread at once, and mixes them up where a thread has fewer
@@ -103,6 +107,7 @@ def regroup_rows(
         columns,
         x.stride(0),
         RULE=_RULES[quant.scale_rule],
+        GATED=gated,
         PRE=pre_scale is not None,
         HARDWARE=converts_fp8(x.device),
         GROUP=GROUP,

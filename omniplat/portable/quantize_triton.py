@@ -30,6 +30,7 @@ def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among 
     top,
     least,
     INTEGER: tl.constexpr,
+    GATED: tl.constexpr,
     PRE: tl.constexpr,
     GIVEN: tl.constexpr,
     RECIPROCAL: tl.constexpr,
@@ -40,6 +41,8 @@ def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among 
     k = tl.arange(0, BLOCK)
     inside = k < columns
     v = tl.load(x + row * stride + k, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        v = v / (1.0 + tl.exp(-v)) * tl.load(x + row * stride + columns + k, mask=inside, other=0.0).to(tl.float32)
     if PRE:
         v = v * tl.load(pre + k, mask=inside, other=0.0)
     if GIVEN:
@@ -102,15 +105,22 @@ def converts_fp8(device: torch.device) -> bool:
 
 
 def quantize_rows(
-    x: torch.Tensor, quant: TensorQuant, pre_scale: torch.Tensor | None, given: torch.Tensor | None
+    x: torch.Tensor,
+    quant: TensorQuant,
+    pre_scale: torch.Tensor | None,
+    given: torch.Tensor | None,
+    *,
+    gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `omniplat.portable.quantize.quantize_rows`, for scales per token and static ones, in f32.
 
-    A static scale (`given`, f32 [1, 1]) is divided by, whatever the rule.
+    A static scale (`given`, f32 [1, 1]) is divided by, whatever the rule. With `gated` what is quantized is
+    silu(left half) * right half of each row.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
     rows, columns = x.shape
+    columns = columns // 2 if gated else columns
     integer = quant.is_integer
     codes = torch.empty((rows, columns), dtype=torch.int8 if integer else torch.uint8, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device) if given is None else given
@@ -128,6 +138,7 @@ def quantize_rows(
         127.0 if integer else 448.0,
         least_scale(quant),
         INTEGER=integer,
+        GATED=gated,
         PRE=pre_scale is not None,
         GIVEN=given is not None,
         RECIPROCAL=given is None and quant.scale_rule == "absmax-reciprocal",

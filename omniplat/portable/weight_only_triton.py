@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from omniplat.portable.weight_only import WordForm
+from omniplat.portable.word_weights import WordForm
 from omniplat.portable.words import parts_of
 from omniplat.portable.words_ptx import base_of, instructions
 
@@ -94,7 +94,7 @@ def _of_block(at, first, inside, K: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl
 
 
 @triton.jit
-def _store(value, row_scale, bias, y, n, m, M, N, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store(value, row_scale, bias, y, n, m, m_inside, N, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Writes sums f32 [BN, BM], scaled by row and with the bias, to y [M, N]."""
     inside = n < N
     if ROW_SCALE:
@@ -102,7 +102,25 @@ def _store(value, row_scale, bias, y, n, m, M, N, ROW_SCALE: tl.constexpr, BIAS:
     if BIAS:
         value += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
     at = y + m.to(tl.int64)[None, :] * N + n[:, None]
-    tl.store(at, value.to(y.dtype.element_ty), mask=inside[:, None] & (m < M)[None, :])
+    tl.store(at, value.to(y.dtype.element_ty), mask=inside[:, None] & m_inside[None, :])
+
+
+@triton.jit
+def _tokens_of(  # type: ignore[no-untyped-def]
+    tile, x_rows, tile_expert, tile_first, tile_end, M, BM: tl.constexpr, EXPERTS: tl.constexpr
+):
+    """Expert, rows of the output, which of them there are, and the rows of x that they come from."""
+    if EXPERTS:
+        expert = tl.load(tile_expert + tile).to(tl.int64)
+        m = tl.load(tile_first + tile) + tl.arange(0, BM)
+        inside = m < tl.load(tile_end + tile)
+        row = tl.load(x_rows + m, mask=inside, other=0).to(tl.int64)
+    else:
+        expert = tl.program_id(0).to(tl.int64) * 0
+        m = tile * BM + tl.arange(0, BM)
+        inside = m < M
+        row = m.to(tl.int64)
+    return expert, m, inside, row
 
 
 @triton.jit
@@ -115,12 +133,19 @@ def _few_tokens(  # type: ignore[no-untyped-def]
     row_scale,
     bias,
     y,
+    x_rows,
+    tile_expert,
+    tile_first,
+    tile_end,
+    tiles_m,
     M,
     N,
     x_stride,
     word_stride,
     scale_stride,
+    scale_rows,
     K: tl.constexpr,
+    EXPERTS: tl.constexpr,
     ASM: tl.constexpr,
     ELEMENT: tl.constexpr,
     PARTS: tl.constexpr,
@@ -146,14 +171,14 @@ def _few_tokens(  # type: ignore[no-untyped-def]
     # each slice of K is a batch of the product, and warps divide the batches among them
     STEPS: tl.constexpr = (K + BLOCK * SLICES - 1) // (BLOCK * SLICES)
     n = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    expert, m, m_inside, x_row = _tokens_of(tl.program_id(1), x_rows, tile_expert, tile_first, tile_end, M, BM, EXPERTS)
     d = tl.arange(0, DEPTH)
     k = tl.arange(0, SLICES)[:, None] * (STEPS * BLOCK)
-    n_inside, m_inside = n < N, m < M
-    word_at = words + (n.to(tl.int64) * word_stride + k // PARTS)[:, :, None] + d[None, None, :]
-    x_at = x + m.to(tl.int64)[None, None, :] * x_stride + (k + d[None, :])[:, :, None]
-    scale_row = scale + (n // ROWS).to(tl.int64) * scale_stride
-    zero_row = zero + n.to(tl.int64) * scale_stride
+    n_inside = n < N
+    word_at = words + ((expert * N + n) * word_stride + k // PARTS)[:, :, None] + d[None, None, :]
+    x_at = x + x_row[None, None, :] * x_stride + (k + d[None, :])[:, :, None]
+    scale_row = scale + (expert * scale_rows + n // ROWS) * scale_stride
+    zero_row = zero + (expert * N + n) * scale_stride
     total = tl.zeros([SLICES, BN, BM], dtype=tl.float32)
     # Scales are asked for one block ahead: unlike codes and tokens they go through no pipeline.
     if SCALE != "none":
@@ -203,7 +228,7 @@ def _few_tokens(  # type: ignore[no-untyped-def]
         if ONE_SCALE:
             total += product * _multiplier(used[0], SCALE)[:, :, None]
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    _store(tl.sum(total, axis=0), row_scale, bias, y, rows, m, M, N, ROW_SCALE, BIAS)
+    _store(tl.sum(total, axis=0), row_scale + expert * N, bias + expert * N, y, rows, m, m_inside, N, ROW_SCALE, BIAS)
 
 
 @triton.jit
@@ -216,12 +241,19 @@ def _many_tokens(  # type: ignore[no-untyped-def]
     row_scale,
     bias,
     y,
+    x_rows,
+    tile_expert,
+    tile_first,
+    tile_end,
+    tiles_m,
     M,
     N,
     x_stride,
     word_stride,
     scale_stride,
+    scale_rows,
     K: tl.constexpr,
+    EXPERTS: tl.constexpr,
     ASM: tl.constexpr,
     ELEMENT: tl.constexpr,
     PARTS: tl.constexpr,
@@ -245,18 +277,20 @@ def _many_tokens(  # type: ignore[no-untyped-def]
     """As `_few_tokens`, with products large enough for Hopper's own instructions, and K in one piece."""
     half = tl.bfloat16 if BF16 else tl.float16
     BLOCK: tl.constexpr = PARTS * DEPTH
-    tiles_n, tiles_m = tl.cdiv(N, BN), tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
     program = tl.program_id(0)
     band = program // (BAND * tiles_m)
     width = tl.minimum(tiles_n - band * BAND, BAND)
     n = (band * BAND + (program % (BAND * tiles_m)) % width) * BN + tl.arange(0, BN)
-    m = ((program % (BAND * tiles_m)) // width) * BM + tl.arange(0, BM)
+    expert, m, m_inside, x_row = _tokens_of(
+        (program % (BAND * tiles_m)) // width, x_rows, tile_expert, tile_first, tile_end, M, BM, EXPERTS
+    )
     d = tl.arange(0, DEPTH)
-    n_inside, m_inside = n < N, m < M
-    word_at = words + n.to(tl.int64)[:, None] * word_stride + d[None, :]
-    x_at = x + m.to(tl.int64)[None, :] * x_stride + d[:, None]
-    scale_row = scale + (n // ROWS).to(tl.int64) * scale_stride
-    zero_row = zero + n.to(tl.int64) * scale_stride
+    n_inside = n < N
+    word_at = words + ((expert * N + n) * word_stride)[:, None] + d[None, :]
+    x_at = x + x_row[None, :] * x_stride + d[:, None]
+    scale_row = scale + (expert * scale_rows + n // ROWS) * scale_stride
+    zero_row = zero + (expert * N + n) * scale_stride
     total = tl.zeros([BN, BM], dtype=tl.float32)
     if SCALE != "none":
         scales = _of_block(scale_row, 0, n_inside, K, PARTS, DEPTH, GROUP)
@@ -298,7 +332,20 @@ def _many_tokens(  # type: ignore[no-untyped-def]
                 total += product * _multiplier(used[part], SCALE)[:, None]
         if ONE_SCALE:
             total += product * _multiplier(used[0], SCALE)[:, None]
-    _store(total, row_scale, bias, y, n, m, M, N, ROW_SCALE, BIAS)
+    _store(total, row_scale + expert * N, bias + expert * N, y, n, m, m_inside, N, ROW_SCALE, BIAS)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """Which rows of which expert each tile of tokens has: int32.
+
+    `rows` [R], sorted by expert, are rows of x; tile t has those from `first[t]` up to `end[t]`, of `expert[t]`.
+    """
+
+    rows: torch.Tensor
+    expert: torch.Tensor
+    first: torch.Tensor
+    end: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,16 +392,20 @@ def weight_only_product(
     y: torch.Tensor,
     form: WordForm,
     tile: Tile,
+    tiles: ExpertTiles | None = None,
 ) -> None:
-    """Writes `x` [M, K], bf16 or f16, times the weight of N rows to `y` [M, N]. Columns of x lie side by side."""
+    """Writes `x` [M, K], bf16 or f16, times the weight of N rows to `y` [M, N]. Columns of x lie side by side.
+
+    With `tiles` every buffer but `table` has leading experts, and y a row for each of `tiles.rows`.
+    """
     m, columns = x.shape
-    n = len(words)
+    n = form.out_features
     bf16 = x.dtype == torch.bfloat16
     parts = parts_of(form.bits)
     fractions = zero is not None and zero.is_floating_point()
     fold = folds(form, x.dtype)
     anything = words
-    tiles_n, tiles_m = triton.cdiv(n, tile.rows), triton.cdiv(m, tile.tokens)
+    tiles_n, tiles_m = triton.cdiv(n, tile.rows), triton.cdiv(m, tile.tokens) if tiles is None else len(tiles.expert)
     own = {"SLICES": tile.slices} if tile.slices else {"BAND": _BAND}
     grid = (tiles_n, tiles_m) if tile.slices else (tiles_n * tiles_m,)
     (_few_tokens if tile.slices else _many_tokens)[grid](
@@ -366,12 +417,16 @@ def weight_only_product(
         anything if row_scale is None else row_scale,
         anything if bias is None else bias,
         y,
+        *((anything,) * 4 if tiles is None else (tiles.rows, tiles.expert, tiles.first, tiles.end)),
+        tiles_m,
         m,
         n,
         x.stride(0),
-        words.stride(0),
-        scale.stride(0),
+        words.stride(-2),
+        scale.stride(-2),
+        scale.shape[-2],
         K=columns,
+        EXPERTS=tiles is not None,
         ASM=_asm(form.element, form.bits, bf16, fold, computes_in_pairs(x.device)),
         ELEMENT=form.element,
         PARTS=parts,

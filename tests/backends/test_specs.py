@@ -105,6 +105,7 @@ def test_every_pattern_of_weights_means_a_scheme(kind: str, capability: Capabili
         *("bf16", "mxfp8", "mxfp4", "nvfp4", "mxfp4-dual", "nf4-b64", "fp4bnb-b64", "int8-bnb", "fp8-block128x128"),
         *(f"{stem}{bits}-{tail}" for stem in ("int", "uint") for bits in range(2, 9)
           for tail in ("channel", "tensor", *(f"g{size}" for size in (16, 32, 64, 96, 128, 160, 192, 256, 512, 1024)))),
+        *(f"{stem}-b{size}" for stem in ("nf4", "fp4bnb") for size in (16, 32, 128, 256, 512, 1024, 2048, 4096)),
         *(f"fp8-{tail}" for tail in ("tensor", "channel", "g32", "g64", "g128", "block64x64", "block32x32")),
     ]  # fmt: skip
     for name in known:

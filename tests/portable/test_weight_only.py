@@ -18,7 +18,8 @@ from omniplat.conformance.tolerances import excess
 from omniplat.conformance.weights import random_weight
 from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
 from omniplat.layer import LayerSpec
-from omniplat.portable.weight_only import PortableLinear, decode_form
+from omniplat.portable.weight_only import PortableLinear
+from omniplat.portable.word_weights import decode_form
 from omniplat.portable.words import from_words, to_words
 from omniplat.runtime.layers import QuantLinear
 from omniplat.runtime.tensors import to_tensor, to_torch

@@ -23,7 +23,7 @@ from omniplat.runtime.layers import QuantExperts
 from omniplat.runtime.tensors import to_torch
 from omniplat.scheme import Scheme
 from tests.backends.cuda.building import CAPABILITIES, each_device
-from tests.support.triton import TRITON_DEVICE, needs_cuda, needs_triton
+from tests.support.triton import needs_cuda
 
 EXPERTS, HIDDEN, INNER, TOP = 6, 128, 96, 2
 SCHEMES = [
@@ -162,34 +162,6 @@ def test_a_graph_replays(kernel: str, scheme: str) -> None:
     ids.copy_(torch.randint(0, EXPERTS, (9, TOP), dtype=torch.int32, device="cuda"))
     graph.replay()
     torch.testing.assert_close(y, layer(x, ids, weights), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("device", [pytest.param(TRITON_DEVICE, marks=needs_triton)])
-@pytest.mark.parametrize("columns", [96, 1536])
-def test_the_activation_is_quantized_in_the_same_pass(columns: int, device: str) -> None:
-    from omniplat.portable.experts_triton import silu_quantize
-
-    both = torch.randn(9, 2 * columns, device=device)
-    both[3] = 0
-    codes, scale = silu_quantize(both)
-    gate, up = both.double().chunk(2, dim=1)
-    wanted = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(scale[:, 0].double(), wanted.abs().amax(1) / 448, rtol=1e-6, atol=0)
-    found = codes.view(torch.float8_e4m3fn).double() * scale
-    assert bool(((found - wanted).abs() <= wanted.abs() * 2**-4 + scale * 2**-10).all())
-
-
-@pytest.mark.parametrize("device", [pytest.param(TRITON_DEVICE, marks=needs_triton)])
-def test_rows_that_nobody_computed_are_not_read(device: str) -> None:
-    from omniplat.portable.experts_triton import combine
-
-    out = torch.randn(6, 40, device=device)
-    out[4:] = torch.nan
-    place = torch.tensor([[0, 3], [4, 1], [5, 2]], device=device)
-    weights = torch.rand(3, 2, device=device)
-    y = combine(out, place, weights, torch.tensor([4], dtype=torch.int32, device=device), torch.float32)
-    kept = torch.where((place < 4)[:, :, None], out[place], 0.0)
-    torch.testing.assert_close(y, (kept * weights[:, :, None]).sum(1))
 
 
 def test_nan_bias_and_other_schemes_are_refused() -> None:

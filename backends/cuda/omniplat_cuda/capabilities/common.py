@@ -25,3 +25,8 @@ MICROSCALED = ("mxfp8", "mxfp4", "nvfp4")
 
 #: FP8 units before Blackwell keep about 22 bits of a sum. Kernels that promote to f32 every 128 values declare f32.
 FP8_ACCUMULATOR = "fp22"
+
+#: Rules for scales that the portable quantizers follow, the default first (`omniplat.oracle.scales`).
+FLOAT_RULES = ("absmax", "half-range", "absmax-clamped", "absmax-reciprocal")
+MX_RULES = ("floor", "even", "even-m1", "ceil", "rceil")
+NEAREST = ("nearest-even",)

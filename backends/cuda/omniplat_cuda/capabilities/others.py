@@ -7,9 +7,7 @@ from omniplat_cuda.capabilities.common import (
     BITSANDBYTES,
     BLACKWELL,
     FLASHINFER,
-    FP8,
     HALF,
-    INTEGERS,
     MICROSCALED,
     SM80,
     SM100,
@@ -126,9 +124,11 @@ _DECODED = (
     *(f"{element}-{tail}" for element in ("int4", "uint4", "int8", "uint8") for tail in _GROUPS),
     *("int8-tensor", "fp8-tensor", "fp8-channel", "fp8-g32", "fp8-g64", "fp8-g128"),
     *("fp8-block128x128", "fp8-block64x64", "fp8-block32x32"),
+    *(f"{element}-b{size}" for element in ("nf4", "fp4bnb") for size in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)),
     *MICROSCALED,
-    *_FLAT,
 )
+#: Blackwell has units of its own for most of these.
+_PORTABLE_ARCHS = ("sm80", "sm86", "sm87", "sm89", "sm90")
 #: Decoded in registers, computed in 16 bit.
 _PORTABLE = (
     Capability(
@@ -137,8 +137,7 @@ _PORTABLE = (
         _DECODED,
         ("a16",),
         executes="a16",
-        # Blackwell has units of its own for most of these.
-        archs=("sm80", "sm86", "sm87", "sm89", "sm90"),
+        archs=_PORTABLE_ARCHS,
         dtypes=HALF,
         requires=(TORCH, TRITON),
         priority=5,
@@ -147,13 +146,14 @@ _PORTABLE = (
     Capability(
         "portable_moe",
         "moe",
-        (*INTEGERS, *FP8, "fp8-g*", *MICROSCALED, *_FLAT),
+        _DECODED,
         ("a16",),
         executes="a16",
-        archs=SM80,
+        archs=_PORTABLE_ARCHS,
         dtypes=HALF,
-        requires=(TRITON,),
+        requires=(TORCH, TRITON),
         priority=5,
+        impl="omniplat.portable.weight_only_experts:PortableExperts",
     ),
 )
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from omniplat.portable.gated import quantize_gated
 from omniplat.portable.quantize import has_triton
+from omniplat.portable.routing import sort_by_expert, weighted_sum
 from omniplat.runtime.activate import activate
 from omniplat.scheme import TensorQuant
 from omniplat_cuda.kernels.ops import decode_quant, quantize_to_fp8
@@ -34,31 +36,25 @@ def _experts(
     """Codes uint8 [E, 2I, K] and [E, K, I] (bytes of e4m3fn), scales f32 [E, 2I] and [E, K]; x [M, K] in bf16."""
     if not len(x):
         return x.new_empty(x.shape, dtype=out_dtype)
-    count, slots = w13.shape[0], topk_ids.shape[1]
-    ids = topk_ids.reshape(-1).to(torch.int64)
-    if expert_map is not None:
-        ids = torch.where(ids < 0, ids, expert_map.to(torch.int64)[ids.clamp(min=0)])
-    # rows that no expert here runs come last, behind the last group
-    ranked, order = torch.sort(torch.where(ids < 0, count, ids), stable=True)
-    ends = torch.searchsorted(ranked, torch.arange(count, device=x.device), right=True, out_int32=True)
-    rows = order // slots
+    order = sort_by_expert(topk_ids, expert_map, len(w13))
     codes, scale = quantize_to_fp8(x, decode_quant(first), None, None)
-    both = _grouped(codes[rows], scale[rows, 0], w13, w13_scale, ends)
+    both = _grouped(codes[order.rows], scale[order.rows, 0], w13, w13_scale, order.ends)
     hidden, hidden_scale = _activated(both, decode_quant(second), activation, limit, alpha)
-    out = _grouped(hidden, hidden_scale[:, 0], w2, w2_scale, ends)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device)).view(-1, slots)
-    return _combined(out, place, topk_weights.to(torch.float32).contiguous(), ends[-1:], out_dtype)
+    out = _grouped(hidden, hidden_scale[:, 0], w2, w2_scale, order.ends)
+    if x.is_cuda and has_triton():
+        from omniplat.portable.experts_triton import combine
+
+        weights = topk_weights.to(torch.float32).contiguous()
+        return combine(out, order.place, weights, order.ends[-1:], out_dtype)
+    return weighted_sum(out, order.place, topk_weights, order.ends[-1:], out_dtype)
 
 
 def _activated(
     both: torch.Tensor, quant: TensorQuant, activation: str, limit: float, alpha: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of what w2 sees of gate and up."""
-    plain = quant.granularity == "token" and quant.scale_rule in ("", "absmax") and quant.scale_format == "f32"
-    if plain and activation == "silu" and not limit and both.is_cuda and has_triton():
-        from omniplat.portable.experts_triton import silu_quantize
-
-        return silu_quantize(both)
+    if activation == "silu" and not limit and both.is_cuda and has_triton():
+        return quantize_gated(both, quant)
     gate, up = both.to(torch.float32).chunk(2, dim=1)
     return quantize_to_fp8(activate(gate, up, activation, limit, alpha).to(both.dtype), quant, None, None)
 
@@ -80,18 +76,6 @@ def _grouped(
         y[rows] = (product * scale[rows, None] * weight_scale[expert]).to(torch.bfloat16)
         start = end
     return y
-
-
-def _combined(
-    out: torch.Tensor, place: torch.Tensor, weights: torch.Tensor, held: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """The weighted sum over the experts of each token; rows from `held` on count as 0."""
-    if out.is_cuda and has_triton():
-        from omniplat.portable.experts_triton import combine
-
-        return combine(out, place, weights, held, dtype)
-    chosen = torch.where((place < held)[:, :, None], out[place].to(torch.float32), 0.0)
-    return (chosen * weights[:, :, None]).sum(1).to(dtype)
 
 
 def _fake(

@@ -1,0 +1,20 @@
+"""silu(gate) * up, quantized to 8 bits in the same pass: what a layer of experts does between its two products."""
+
+from __future__ import annotations
+
+import torch
+
+from omniplat.scheme import TensorQuant
+
+
+def quantize_gated(both: torch.Tensor, quant: TensorQuant) -> tuple[torch.Tensor, torch.Tensor]:
+    """`both` [M, 2I], gate first, contiguous, to codes [M, I] and multipliers f32 [M, 1], on a device of Triton's.
+
+    The activation is computed in f32 and not rounded; codes and scales of it are those of `quantize_rows`, or of
+    `regroup_rows` where `quant` is an MX scheme.
+    """
+    from omniplat.portable import mx_grid_triton, quantize_triton
+
+    if quant.scale_format == "e8m0":
+        return mx_grid_triton.regroup_rows(both, quant, None, gated=True)
+    return quantize_triton.quantize_rows(both, quant, None, None, gated=True)

@@ -1,0 +1,43 @@
+"""Rows of a layer of experts sorted by expert, without asking the device for a number: it records under CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """R = M * T pairs of a token and an expert, sorted by expert; those that no expert here runs come last.
+
+    `rows` int64 [R]   the token of each; `place` int64 [M, T] where each went; `ends` int32 [E] behind each expert's.
+    """
+
+    rows: torch.Tensor
+    place: torch.Tensor
+    ends: torch.Tensor
+
+
+def sort_by_expert(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int) -> Sorted:
+    """`topk_ids` [M, T], -1 for no expert, through `expert_map` (see `MoeKernel.apply`), M > 0."""
+    slots = topk_ids.shape[1]
+    ids = topk_ids.reshape(-1).to(torch.int64)
+    if expert_map is not None:
+        ids = torch.where(ids < 0, ids, expert_map.to(torch.int64)[ids.clamp(min=0)])
+    ranked, order = torch.sort(torch.where(ids < 0, experts, ids), stable=True)
+    known = torch.arange(experts, device=ids.device)
+    ends = torch.searchsorted(ranked, known, right=True, out_int32=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=ids.device))
+    return Sorted(order // slots, place.view(-1, slots), ends)
+
+
+def weighted_sum(
+    out: torch.Tensor, place: torch.Tensor, weights: torch.Tensor, held: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Sum over slots of `weights` [M, T] times rows `place` [M, T] of `out` [R, K], in f32, to [M, K] in `dtype`.
+
+    Rows from `held` (one int32) on count as 0, whatever lies there.
+    """
+    chosen = torch.where((place < held)[:, :, None], out[place].to(torch.float32), 0.0)
+    return (chosen * weights.to(torch.float32)[:, :, None]).sum(1).to(dtype)
