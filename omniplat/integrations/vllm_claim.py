@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import vllm
 from vllm.logger import init_logger
 
 from omniplat.api import require_runnable
 from omniplat.errors import OmniplatError
 from omniplat.integrations.dispatch import ALL, LOGGER, METHOD, OFF, dispatch_mode
-from omniplat.integrations.vllm_defects import defect_of
 from omniplat.integrations.vllm_names import EngineLayers, installed_family
 from omniplat.integrations.vllm_native import is_asking, native_config
 from omniplat.integrations.vllm_plan import plan_for_engine
@@ -74,9 +72,7 @@ def judge(checkpoint: str, hf_quant_cfg: dict[str, Any], hf_config: Any, mode: s
     if native.config is not None:
         surface = ModelSurface(hf_config, quantization=native.method)
         family = installed_family(planned.resolutions[0].component)
-        native_problem = gap(planned.layers, family, native.config, surface) or defect_of(
-            planned.plan.layers, planned.plan.device.kind, vllm.__version__
-        )
+        native_problem = gap(planned.layers, family, native.config, surface)
     return Verdict(bool(native_problem), native.method, native_problem, problem)
 
 

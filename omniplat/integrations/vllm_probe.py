@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import vllm
 from torch import distributed
 from torch.nn import Module
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
@@ -26,6 +27,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.platforms import current_platform
 
 from omniplat.errors import UsageError
+from omniplat.integrations.vllm_defects import defect_of
+from omniplat.integrations.vllm_plan import engine_device
 from omniplat.models.family import Family
 from omniplat.models.names import is_embedding
 from omniplat.planner import PlannedLayer
@@ -54,7 +57,8 @@ def gap(
 
     One layer of every kind is asked, a kind being what is stored and the module's name without its number. vLLM
     raises for what it has no kernel for. What it would leave unquantized though quantized weights are stored, or the
-    other way round, is a gap too. Raises UsageError where vLLM's layers cannot be built in this process.
+    other way round, is a gap too, and so is what it is known to do wrong. Raises UsageError where vLLM's layers cannot
+    be built in this process.
     """
     parts_of = family.parts_of
     native.packed_modules_mapping = {name: list(parts) for name, parts in parts_of.items() if len(parts) > 1}
@@ -72,7 +76,7 @@ def gap(
             if is_plain != item.packed.spec.scheme.is_unquantized:
                 made = "leaves unquantized" if is_plain else "takes for quantized"
                 return f"{item.layer.name}: vLLM {made} what is {item.packed.spec.scheme.id}"
-    return ""
+    return defect_of(kinds.values(), engine_device(), vllm.__version__)
 
 
 def _is_vocabulary(item: PlannedLayer) -> bool:

@@ -4,6 +4,7 @@ and from a checkpoint's metadata."""
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,16 +14,22 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 from omniplat import oracle
+from omniplat.integrations.vllm_omni_config import OmniplatDiffusionConfig
+from omniplat.integrations.vllm_probe import ModelSurface
 from omniplat.runtime.tensors import to_tensor
 from omniplat.scheme import parse_weight_id
+from tests.vllm.engine import engine
 from tests.vllm.omni_serve import Answer, Request, run_all
 from tests.vllm.pipelines import write_pipeline, write_wan
 
 ONLINE: dict[str, str | dict[str, Any]] = {
     "mxfp4": "mxfp4",
     "mxfp8": {"method": "mxfp8"},
+    "fp8": "fp8",
     "fp8 by channel": {"method": "fp8", "granularity": "channel"},
     "mxfp8 but for some": {"method": "mxfp8", "ignored_layers": ["transformer_blocks.0.img_mlp", "*.to_add_out"]},
 }
@@ -201,3 +208,29 @@ def test_off_is_the_engine_alone(answers: dict[str, Answer]) -> None:
     for name in ("plain, off", "mxfp4, off", "stored, off"):
         assert answers[name].log == []
         assert "omniplat/integrations" not in answers[name].error
+
+
+def test_what_the_engine_runs_is_left_to_it(
+    pipelines: dict[str, Path], one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device where the engine's own FP8 works: no defect of its build for CPUs is known here."""
+    monkeypatch.setattr("omniplat.integrations.vllm_defects.DEFECTS", ())
+    native = Fp8Config()
+    config = OmniplatDiffusionConfig("fp8", {}, "gaps", native)
+    with engine(1) as current:
+        current.model_config = ModelSurface()
+        config.maybe_update_config(str(pipelines["plain"]))
+        layer = ReplicatedLinear(
+            128,
+            128,
+            bias=False,
+            params_dtype=torch.bfloat16,
+            quant_config=config,
+            prefix="transformer_blocks.0.attn.to_k",
+        )
+    assert type(layer.quant_method).__module__.startswith("vllm.")
+    assert config.get_name() == native.get_name()
+    # What models read from the engine's config is there, and nothing else is.
+    assert config.activation_scheme == native.activation_scheme
+    assert not hasattr(config, "no_such_option")
+    assert type(pickle.loads(pickle.dumps(config))) is OmniplatDiffusionConfig

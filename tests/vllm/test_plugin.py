@@ -42,8 +42,8 @@ def registered(mode: str | None) -> dict[str, Any]:
 def test_registering_is_quick_and_happens_once() -> None:
     report = registered(None)
     assert report["count"] == 1
-    # Both calls together, with the search for the entry point; the engine has loaded the rest. Of the processor, as other
-    # processes may be busy.
+    # Both calls together, with the search for the entry point; the engine has loaded the rest. Time of the processor:
+    # other processes may be busy.
     assert report["seconds"] < 0.030, report
     assert [name for name in report["new"] if not name.startswith("omniplat")] == []
 
