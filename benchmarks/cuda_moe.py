@@ -1,6 +1,7 @@
 """Time of the cuda backend's layers of experts as a ratio to a BF16 layer over `grouped_mm`, measured in the same run.
 
-    python benchmarks/cuda_moe.py [--schemes mxfp4/mxfp4 ...] [--rows 1 16 32 256 4096] [--rounds 7] [--json]
+    python benchmarks/cuda_moe.py [--schemes mxfp4/mxfp4 ...] [--prefer memory|speed] [--rows 1 16 32 256 4096]
+                                  [--rounds 7] [--json]
 
 HunyuanImage-3's layer: 64 experts, 8 of them per token, hidden size 4096, intermediate size 3072, random routing. Both
 layers sort rows by expert, run w13, the gated activation and w2, and add up the experts of a token, from CUDA graphs;
@@ -93,9 +94,11 @@ def error_of(
 ) -> float:  # fmt: skip
     """Relative L2 of the first 8 tokens."""
 
+    quant = parse_activation_id(executes.partition("/")[2])
+
     def seen(values: torch.Tensor) -> torch.Tensor:
-        quant = parse_activation_id(executes.partition("/")[2])
-        assert quant is not None
+        if quant is None:
+            return values.double()
         form = regroup_rows_torch(values, quant, None) if quant.scale_format == "e8m0" else quantize_rows_torch(
             values, quant, None, None
         )  # fmt: skip
@@ -113,11 +116,11 @@ def error_of(
     return float((y[:few].double() - wanted).norm() / wanted.norm())
 
 
-def bench(scheme_id: str, rows: list[int], rounds: int) -> list[Result]:
+def bench(scheme_id: str, rows: list[int], rounds: int, prefer: str) -> list[Result]:
     scheme = Scheme.parse(scheme_id)
     spec = LayerSpec("bench", "moe", HIDDEN, HIDDEN, scheme, moe=MoeSpec(EXPERTS, INNER))
     built = [capability for capability in SPEC.capabilities if capability.impl]
-    chosen = match(spec, built, parse_device("cuda:sm90"), Policy(prefer="speed")).chosen
+    chosen = match(spec, built, parse_device("cuda:sm90"), Policy(prefer=prefer)).chosen
     assert chosen is not None, scheme_id
     kernel = load_kernel(chosen.capability.impl)
     assert isinstance(kernel, MoeKernel)
@@ -160,10 +163,13 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 256, 4096])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--prefer", choices=["memory", "speed"], default="speed")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    results = [r for scheme in arguments.schemes for r in bench(scheme, arguments.rows, arguments.rounds)]
+    results = [
+        r for scheme in arguments.schemes for r in bench(scheme, arguments.rows, arguments.rounds, arguments.prefer)
+    ]
     if arguments.json:
         print(json.dumps({"device": torch.cuda.get_device_name(), "results": [asdict(r) for r in results]}, indent=2))
         return

@@ -127,7 +127,7 @@ def test_an_activation_rule_that_no_quantizer_has_is_refused() -> None:
     scheme = Scheme.parse("mxfp4/mxfp4")
     assert scheme.activation is not None
     odd = replace(scheme, activation=replace(scheme.activation, rounding="half-away"))
-    with pytest.raises(UnsupportedCombinationError, match="nearest.even"):
+    with pytest.raises(UnsupportedCombinationError, match=r"nearest.even"):
         layer_of("scaled_mm_mxfp4", weight_of(odd), "cpu")
 
 
