@@ -215,6 +215,22 @@ _INT8 = (
         impl=f"{_MOE}:WeightOnlyInt8Experts",
     ),
     Capability(
+        # One scale per row, since the operator takes no groups of int8: exact where a row spans 3 binades at most.
+        "grouped_matmul_mxfp4_w8a16",
+        "moe",
+        ("mxfp4",),
+        ("a16",),
+        executes="a16",
+        archs=_INT8_ARCHS,
+        dtypes=_HALF,
+        shapes=(*_MOE_AXES, *multiples(32, "in", "out", "intermediate")),
+        requires=(_TORCH_NPU,),
+        priority=10,
+        impl=f"{_MOE}:ReencodedMxfp4Experts",
+        via="int8-channel",
+        resident=2.0,
+    ),
+    Capability(
         "grouped_matmul_w4a16",
         "moe",
         ("int4-channel", "uint4-channel", *_INT4_GROUPED),
@@ -436,7 +452,7 @@ SPEC = BackendSpec(
             _OP_PLUGIN,
         ),
         Quirk(
-            ("weight_quant_batchmatmul_int*", "grouped_matmul_w*a16"),
+            ("weight_quant_batchmatmul_int*", "grouped_matmul_w*a16", "grouped_matmul_mxfp4_w8a16"),
             "scales have 16 bits: of one per row the operator gets a power of two and the output the rest; scales of "
             "groups are rounded",
             _OP_PLUGIN,
@@ -451,7 +467,11 @@ SPEC = BackendSpec(
             "groups have to cover all rows: rows of experts that are elsewhere are counted to the last one and dropped",
             _OP_PLUGIN,
         ),
-        Quirk(("*_mxfp8", "*_mxfp4*"), "scales come in pairs, so that K is a multiple of 64", _OP_PLUGIN),
+        Quirk(
+            ("*_mxfp8", "quant_matmul_mxfp4*", "dual_*", "grouped_matmul_mxfp4", "*_mxfp4_a8"),
+            "scales come in pairs, so that K is a multiple of 64",
+            _OP_PLUGIN,
+        ),
     ),
     not_supported=(
         NotSupported("nvfp4", "never", "no unit for groups of 16 with e4m3 scales"),

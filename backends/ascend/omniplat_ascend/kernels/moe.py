@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 from omniplat.layer import LayerSpec, MoeSpec
+from omniplat.portable.reencode import reencode
 from omniplat.runtime.declared import require_declared
 from omniplat.runtime.kernel import MoeKernel, Prepared
 from omniplat.runtime.tensors import WeightTensors
@@ -155,3 +156,14 @@ class WeightOnlyInt8Experts(WeightOnlyExperts):
 
 class WeightOnlyInt4Experts(WeightOnlyExperts):
     name: ClassVar[str] = "grouped_matmul_w4a16"
+
+
+class ReencodedMxfp4Experts(WeightOnlyExperts):
+    """MXFP4 weights as int8 under one scale per row, for devices without MX units. Exact, and twice the stored size."""
+
+    name: ClassVar[str] = "grouped_matmul_mxfp4_w8a16"
+    roles: ClassVar[tuple[str, ...]] = ("codes", "scale")
+
+    def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
+        """Raises InvalidCheckpointError where a row's scales span too many binades; the preflight asks before."""
+        return super().laid_out(reencode(weight, "int8-channel", spec.name), spec)
