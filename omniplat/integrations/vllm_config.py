@@ -76,11 +76,15 @@ class OmniplatConfig(QuantizationConfig):  # type: ignore[misc]
         return cls(native=native_config(config).config)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Plan the checkpoint. Raises what stands in the way of running it."""
+        """Plan the checkpoint. Raises what stands in the way of running it, UsageError where nothing is quantized."""
         if self._layers is None:
+            from omniplat.errors import UsageError
             from omniplat.integrations.vllm_plan import plan_for_engine
 
-            self._use(plan_for_engine(model_name, revision))
+            planned = plan_for_engine(model_name, revision)
+            if all(item.layer.status == "unquantized" for item in planned.layers):
+                raise UsageError(f"nothing of {model_name} is quantized: there is nothing for omniplat to run")
+            self._use(planned)
         if self._native is not None:
             self._native.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
 

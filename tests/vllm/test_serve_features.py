@@ -25,6 +25,8 @@ FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, 
 K, V = 0.5, 0.25
 #: Weight-only, so that an adapter's product can be added to the reference's weights.
 PLAIN = "ar016-qwen3-w4a16-asym"
+#: vLLM runs it on CPUs itself.
+NATIVE = "lc-qwen3-w8a8-int8"
 ADAPTED = {
     "self_attn.q_proj": (256, 256),
     "self_attn.v_proj": (64, 256),
@@ -101,8 +103,23 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
         Request("lora on experts", str(folder_of("lc-qwen3moe-mxfp4")), "all", lora),
         Request("loaded anew", str(folder_of(PLAIN)), "all", reload=True),
         Request("dummy", str(folder_of(PLAIN)), "all", {"load_format": "dummy"}),
+        Request("by name", str(folder_of(NATIVE)), "gaps", {"quantization": "omniplat"}),
+        Request("another's name", str(folder_of("lc-qwen3-nvfp4")), "all", {"quantization": "fp8"}),
+        Request("nothing", str(write_unquantized(folder / "nothing")), "all", {"quantization": "omniplat"}),
     ]
     return serve_all(requests, "all", folder)
+
+
+def write_unquantized(folder: Path) -> Path:
+    """Weights in 16 bit, and no metadata."""
+    shutil.copytree(folder_of(NATIVE), folder)
+    (file,) = folder.glob("*.safetensors")
+    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("_scale")}
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, file)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def write_adapter(folder: Path) -> Path:
@@ -165,7 +182,16 @@ def test_lora_is_added_to_what_the_quantized_layers_compute(answers: dict[str, A
         ("lora on experts", "vLLM applies LoRA inside its own kernels of experts"),
         ("loaded anew", "weights cannot be loaded anew into layers that omniplat runs"),
         ("dummy", "vLLM did not deliver it"),
+        ("another's name", "does not match the quantization method specified in the `quantization` argument (fp8)"),
+        ("nothing", "there is nothing for omniplat to run"),
     ],
 )
 def test_what_does_not_work_is_refused(name: str, message: str, answers: dict[str, Answer]) -> None:
     assert message in answers[name].error
+
+
+def test_its_name_is_enough_where_the_engine_would_run_a_checkpoint(answers: dict[str, Answer]) -> None:
+    answer = answers["by name"]
+    assert answer.error == ""
+    assert answer.quantization == "omniplat"
+    assert "OmniplatLinearMethod" in answer.methods.values()
