@@ -191,29 +191,29 @@ def _weights(
         need(scale is None, "w16a16 grouped gemm must not have scales")
         need(B.dtype == dtype, f"the weight is read as {dtype}, found {B.dtype}")
         return lambda expert, rows: rows @ B[expert].to(torch.float32)
-    assert_scale = scale if scale is not None else torch.empty(0)
     need(scale is not None, "w8a16 grouped gemm must have scales")
-    need(assert_scale.is_contiguous(), "ptr_scales must be contiguous")
-    need(assert_scale.shape[0] == experts, "ptr_scales.size(0) must match num_experts")
-    if assert_scale.dim() == 3 and assert_scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
-        return _mxfp8(emulation, op, dtype, B, assert_scale.view(torch.uint8), N, K)
-    if assert_scale.dim() == 3:
-        need(assert_scale.dtype == torch.float32, "block-fp8 scales must be float32")
+    assert scale is not None
+    need(scale.is_contiguous(), "ptr_scales must be contiguous")
+    need(scale.shape[0] == experts, "ptr_scales.size(0) must match num_experts")
+    if scale.dim() == 3 and scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        return _mxfp8(emulation, op, dtype, B, scale.view(torch.uint8), N, K)
+    if scale.dim() == 3:
+        need(scale.dtype == torch.float32, "block-fp8 scales must be float32")
         need(K % 128 == 0, "block-fp8 requires K divisible by 128")
         need(N % 128 == 0, "block-fp8 requires N divisible by 128")
         need(
-            tuple(assert_scale.shape[1:]) == (K // 128, N // 128),
-            f"block-fp8 scales must be [E, K/128, N/128]; got {list(assert_scale.shape)}",
+            tuple(scale.shape[1:]) == (K // 128, N // 128),
+            f"block-fp8 scales must be [E, K/128, N/128]; got {list(scale.shape)}",
         )
 
         def block(expert: int, rows: torch.Tensor) -> torch.Tensor:
-            spread = assert_scale[expert].repeat_interleave(128, 0).repeat_interleave(128, 1)
+            spread = scale[expert].repeat_interleave(128, 0).repeat_interleave(128, 1)
             return rows @ (B[expert].to(torch.float32) * spread).to(dtype).to(torch.float32)
 
         return block
-    need(assert_scale.dim() == 1, "ptr_scales of fp8 must be 1D [num_experts]")
-    need(assert_scale.dtype == torch.float32, "ptr_scales must be float")
-    return lambda expert, rows: (rows @ B[expert].to(torch.float32)) * assert_scale[expert]
+    need(scale.dim() == 1, "ptr_scales of fp8 must be 1D [num_experts]")
+    need(scale.dtype == torch.float32, "ptr_scales must be float")
+    return lambda expert, rows: (rows @ B[expert].to(torch.float32)) * scale[expert]
 
 
 def _four_bits(
