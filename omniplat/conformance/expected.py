@@ -110,9 +110,19 @@ class Routing:
 
 
 def experts(
-    x: Array, w13: CanonicalWeight, w2: CanonicalWeight, routing: Routing, capability: Capability, dtype: str
+    x: Array,
+    w13: CanonicalWeight,
+    w2: CanonicalWeight,
+    routing: Routing,
+    capability: Capability,
+    dtype: str,
+    *,
+    rounds_middle: bool = False,
 ) -> Expected:
     """A layer of experts with silu, row by row of `x` [M, K]. `allowed` is infinite where activations are quantized.
+
+    `rounds_middle`: what lies between the two products is rounded to the dtype before it is quantized, as many kernels
+    do. Either is right, and where a row's middle is dominated by few values they differ by as much as the quantization.
 
     Two quantizations follow each other there: a value that is rounded to the next code in between moves the output by
     more than any rounding error, which the noise tier judges.
@@ -120,9 +130,14 @@ def experts(
     executed = executed_activation(capability, w13.scheme)
     moe = MoeSpec(w13.tensors["codes"].shape[0], w2.in_features)
 
+    def as_middle(values: Float64) -> Float64:
+        return as_dtype(values, dtype).astype(np.float64)
+
+    middle = as_middle if rounds_middle and executed is not None else None
+
     def run(activation: TensorQuant | None) -> Float64:
         first, second = (replace(w, scheme=w.scheme.with_activation(activation)) for w in (w13, w2))
-        return oracle_moe.experts(x, routing.ids, routing.weights, first, second, moe)
+        return oracle_moe.experts(x, routing.ids, routing.weights, first, second, moe, middle=middle)
 
     y, unquantized = run(executed), run(None)
     if executed is not None:

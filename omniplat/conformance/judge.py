@@ -95,8 +95,9 @@ class ExpertTrial:
         count = self.case.rows if rows is None else rows
         return random_input(count, self.case.k, self.case.rng(), self.case.dtype)
 
-    def expect(self, x: Array, routing: Routing) -> Expected:
-        return expected.experts(x, self.w13, self.w2, routing, self.case.capability, self.case.dtype)
+    def expect(self, x: Array, routing: Routing, *, rounds_middle: bool = False) -> Expected:
+        case = self.case
+        return expected.experts(x, self.w13, self.w2, routing, case.capability, case.dtype, rounds_middle=rounds_middle)
 
     def run(self, x: Array, routing: Routing, expert_map: Array | None = None) -> Float64:
         return run_experts(self.layer, x, routing, self.case.dtype, self.subject, expert_map)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import erf, pi, sqrt
 
@@ -102,14 +103,24 @@ def expert_of(weight: CanonicalWeight, expert: int) -> CanonicalWeight:
     return replace(weight, tensors={role: array[expert] for role, array in weight.tensors.items()})
 
 
-def gated(x: Array, w13: CanonicalWeight, w2: CanonicalWeight, moe: MoeSpec, *, quantize: bool = True) -> Float64:
+def gated(
+    x: Array,
+    w13: CanonicalWeight,
+    w2: CanonicalWeight,
+    moe: MoeSpec,
+    *,
+    quantize: bool = True,
+    middle: Callable[[Float64], Float64] | None = None,
+) -> Float64:
     """A gated MLP, of an expert or of a shared one: [M, K] to [M, N]. Gate rows come first in `w13` [2I, K].
 
-    `quantize` False leaves x as it is, for a caller who has quantized it; w2's input is quantized in either case.
+    `quantize` False leaves x as it is, for a caller who has quantized it; w2's input is quantized in either case, after
+    `middle`, which rounds it to what a kernel keeps of it.
     """
     hidden = linear(x, w13, activation=quantize)
     gate, up = np.split(hidden, 2, axis=-1)
-    return linear(activate(gate, up, moe), w2)
+    activated = activate(gate, up, moe)
+    return linear(activated if middle is None else middle(activated), w2)
 
 
 def experts(
@@ -121,13 +132,14 @@ def experts(
     moe: MoeSpec,
     *,
     expert_map: Array | None = None,
+    middle: Callable[[Float64], Float64] | None = None,
 ) -> Float64:
     """`x` [M, K] through its experts: float64 [M, K]. `w13` [E, 2I, K] and `w2` [E, K, I] are stacked.
 
     The layer's input is quantized once, all rows together, where no expert has a static scale or a smoothing vector
     of its own. w2's input is quantized expert by expert. `expert_map` [all experts] gives the index of an expert in
-    the stacks; an expert that it maps to -1 contributes nothing, and so does the id -1. Raises UsageError for an id
-    out of range.
+    the stacks; an expert that it maps to -1 contributes nothing, and so does the id -1. `middle` as in `gated`. Raises
+    UsageError for an id out of range.
     """
     values, ids = np.asarray(x, np.float64), np.asarray(topk_ids).astype(np.int64)
     held = w13.tensors["codes"].shape[0]
@@ -144,6 +156,7 @@ def experts(
     for expert in range(held):
         rows, slots = np.nonzero(ids == expert)
         if len(rows):
-            out = gated(values[rows], expert_of(w13, expert), expert_of(w2, expert), moe, quantize=not once)
+            first, second = expert_of(w13, expert), expert_of(w2, expert)
+            out = gated(values[rows], first, second, moe, quantize=not once, middle=middle)
             np.add.at(y, rows, np.asarray(topk_weights, np.float64)[rows, slots, None] * out)
     return y

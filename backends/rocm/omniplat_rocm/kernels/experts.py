@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from omniplat.errors import UsageError
 from omniplat.layer import LayerSpec, MoeSpec
 from omniplat.portable.reencode import reencode
 from omniplat.runtime.kernel import MoeKernel, Prepared
@@ -190,6 +191,8 @@ def _experts(
     require_half(out_dtype, "fused_moe")
     if x.numel() == 0 or topk_ids.shape[1] == 0:
         return torch.zeros(x.shape, dtype=out_dtype, device=x.device)
+    if activation not in _ACTIVATIONS:
+        raise UsageError(f"fused_moe takes {', '.join(_ACTIVATIONS)}, not {activation}")
     ids, weights, mask = _chosen(topk_ids, topk_weights, expert_map, w13.shape[0])
     first, second = (_marked(codes.view(getattr(torch, dtype))) for codes in (w13, w2))
     limited = {"swiglu_limit": float(limit)} if float(limit) else {}
