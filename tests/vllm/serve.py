@@ -62,6 +62,8 @@ def serve_all(requests: Sequence[Request], mode: str, folder: Path) -> dict[str,
         "OMP_NUM_THREADS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every rank wants a memory node of its own
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `apply_model` sends functions to the workers of several ranks
         "TORCH_COMPILE_DISABLE": "1",  # the sampler would be compiled: 14 s
         "HF_HUB_OFFLINE": "1",
     }
@@ -103,7 +105,7 @@ def _serve(request: Request) -> Answer:
         prompt = {"prompt_token_ids": list(PROMPT)}
         made = llm.generate(prompt, sampling, use_tqdm=False, lora_request=adapter)[0].outputs[0]
         rows = [[entry[token].logprob for token in sorted(entry)] for entry in made.logprobs]
-        (methods,), (caches,) = llm.apply_model(_methods), llm.apply_model(_caches)
+        methods, caches = llm.apply_model(_methods)[0], llm.apply_model(_caches)[0]
         return Answer(
             request.key,
             list(made.token_ids),

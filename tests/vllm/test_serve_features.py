@@ -25,6 +25,7 @@ FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, 
 K, V = 0.5, 0.25
 #: Weight-only, so that an adapter's product can be added to the reference's weights.
 PLAIN = "ar016-qwen3-w4a16-asym"
+EXPERTS = "lc-qwen3moe-mxfp4"
 #: vLLM runs it on CPUs itself.
 NATIVE = "lc-qwen3-w8a8-int8"
 ADAPTED = {
@@ -100,9 +101,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
         Request("plain", str(folder_of(PLAIN)), "all"),
         Request("lora", str(folder_of(PLAIN)), "all", lora, adapter=str(write_adapter(folder / "adapter"))),
         Request("lora, unused", str(folder_of(PLAIN)), "all", lora),
-        Request("lora on experts", str(folder_of("lc-qwen3moe-mxfp4")), "all", lora),
+        Request("lora on experts", str(folder_of(EXPERTS)), "all", lora),
         Request("loaded anew", str(folder_of(PLAIN)), "all", reload=True),
         Request("dummy", str(folder_of(PLAIN)), "all", {"load_format": "dummy"}),
+        Request("two ranks", str(folder_of(EXPERTS)), "gaps", {"tensor_parallel_size": 2}),
         Request("by name", str(folder_of(NATIVE)), "gaps", {"quantization": "omniplat"}),
         Request("another's name", str(folder_of("lc-qwen3-nvfp4")), "all", {"quantization": "fp8"}),
         Request("nothing", str(write_unquantized(folder / "nothing")), "all", {"quantization": "omniplat"}),
@@ -158,20 +160,36 @@ def test_scales_under_unknown_names_are_refused(answers: dict[str, Answer]) -> N
     assert message in answers["of another dialect"].error
 
 
+def reference_of(name: str) -> Reference:
+    entry = next(entry for entry in bundled() if entry.name == name)
+    return Reference(entry, make_planned(entry.checkpoint, "cpu"))
+
+
+def assert_says(reference: Reference, answer: Answer) -> None:
+    wanted = reference.logprobs([*PROMPT, *answer.tokens])[len(PROMPT) - 1 : -1]
+    assert list(wanted.argmax(1)) == list(answer.tokens)
+    assert np.abs(wanted - np.array(answer.logprobs)).max() <= 1e-4
+
+
+def test_two_ranks_say_the_same(answers: dict[str, Answer]) -> None:
+    """Two processes that get the config from a third one."""
+    answer = answers["two ranks"]
+    assert answer.error == ""
+    assert {"OmniplatLinearMethod", "OmniplatMoEMethod"} <= set(answer.methods.values())
+    assert_says(reference_of(EXPERTS), answer)
+
+
 def test_lora_is_added_to_what_the_quantized_layers_compute(answers: dict[str, Answer], tmp_path: Path) -> None:
     answer = answers["lora"]
     assert answer.error == ""
     adapter = load_file(write_adapter(tmp_path / "adapter") / "adapter_model.safetensors")
-    entry = next(entry for entry in bundled() if entry.name == PLAIN)
-    reference = Reference(entry, make_planned(entry.checkpoint, "cpu"))
+    reference = reference_of(PLAIN)
     modules = dict(reference.model.named_modules())
     for name in {key.partition(".lora_")[0] for key in adapter}:
         module = modules[name.removeprefix("base_model.model.")]
         product = adapter[f"{name}.lora_B.weight"] @ adapter[f"{name}.lora_A.weight"]
         module.weight.data += 2.0 * product  # lora_alpha / r
-    wanted = reference.logprobs([*PROMPT, *answer.tokens])[len(PROMPT) - 1 : -1]
-    assert list(wanted.argmax(1)) == list(answer.tokens)
-    assert np.abs(wanted - np.array(answer.logprobs)).max() <= 1e-4
+    assert_says(reference, answer)
     assert answer.tokens != answers["plain"].tokens
     assert answers["lora, unused"].tokens == answers["plain"].tokens
 
