@@ -204,22 +204,32 @@ def main() -> None:
         "cuda": torch.version.cuda,
         "triton": version("triton"),
     }
+    if not arguments.json:
+        print(" ".join(f"{key}={value}" for key, value in machine.items()))
+        print(
+            "| scheme | kernel | shape | M | x BF16 | least to largest | us | BF16 us | host us | BF16 host us | error |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
     results = []
     for shape in arguments.shapes:
         n, k = (int(size) for size in shape.split("x"))
         for scheme in arguments.schemes:
-            results += bench(scheme, n, k, arguments.rows, arguments.rounds, arguments.prefer)
+            found = bench(scheme, n, k, arguments.rows, arguments.rounds, arguments.prefer)
+            results += found
+            if not arguments.json:
+                print("\n".join(line_of(result) for result in found), flush=True)
     if arguments.json:
         print(json.dumps({"machine": machine, "results": [asdict(r) for r in results]}, indent=2))
-        return
-    print(" ".join(f"{key}={value}" for key, value in machine.items()))
-    print("| scheme | kernel | shape | M | x BF16 | least to largest | us | BF16 us | host us | BF16 host us | error |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for r in results:
-        ratio = f"{r.ratio[0]:.2f} | {r.ratio[1]:.2f} to {r.ratio[2]:.2f}"
-        hosts = " | ".join("-" if h != h else f"{h:.0f}" for h in (r.host_microseconds, r.bf16_host_microseconds))
-        print(f"| {r.scheme} | {r.kernel} | {r.shape} | {r.rows} | {ratio} | {r.microseconds:.1f} | "
-              f"{r.bf16_microseconds:.1f} | {hosts} | {r.error:.1e} |")  # fmt: skip
+
+
+def line_of(r: Result) -> str:
+    """A line of the table."""
+    ratio = f"{r.ratio[0]:.2f} | {r.ratio[1]:.2f} to {r.ratio[2]:.2f}"
+    hosts = " | ".join("-" if h != h else f"{h:.0f}" for h in (r.host_microseconds, r.bf16_host_microseconds))
+    return (
+        f"| {r.scheme} | {r.kernel} | {r.shape} | {r.rows} | {ratio} | {r.microseconds:.1f} | "
+        f"{r.bf16_microseconds:.1f} | {hosts} | {r.error:.1e} |"
+    )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 
 from omniplat.errors import InvalidCheckpointError
 from omniplat.oracle.codecs import element_values
+from omniplat.portable.decoded import DECODED_WEIGHTS
 from omniplat.portable.words import DEPTH, from_words, to_words
 from omniplat.runtime.tensors import WeightTensors
 from omniplat.scheme import TensorQuant
@@ -45,18 +46,10 @@ class WordForm:
 def why_not(weight: WeightTensors) -> str:
     """What keeps a weight from being decoded here; "" where nothing does."""
     quant = weight.scheme.weight
-    if quant.element not in _BITS:
-        return f"codes of {', '.join(_BITS)}"
-    if quant.second_scale not in ("", "global"):
-        return "one level of group scales"
+    if weight.scheme.weight_id not in DECODED_WEIGHTS:
+        return f"one of {', '.join(DECODED_WEIGHTS)}"
     if not weight.tensors.keys() <= _ROLES | _UNUSED:
         return f"no roles but {', '.join(sorted(_ROLES))}"
-    if quant.granularity == "group" and quant.group_size % 16:
-        return "groups in multiples of 16 columns"
-    if quant.granularity == "block" and quant.block[1] % 16:
-        return "blocks in multiples of 16 columns"
-    if quant.granularity not in ("tensor", "channel", "group", "block"):
-        return "scales per tensor, row, group or block"
     if quant.element not in ("int4", "int8") and not quant.symmetric and "zero_point" not in weight.tensors:
         return "a zero point"
     return ""

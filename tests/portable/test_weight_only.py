@@ -29,9 +29,9 @@ from tests.support.triton import TRITON_DEVICE, needs_cuda, needs_triton
 CAPABILITY = Capability("portable_linear", "linear", ("*",), ("a16",), executes="a16")
 SCHEMES = (
     *("mxfp4", "mxfp8", "nvfp4", "nf4-b64", "fp4bnb-b64", "nf4-b128"),
-    *("fp8-tensor", "fp8-channel", "fp8-g128", "fp8-block128x128", "fp8-block64x32"),
+    *("fp8-tensor", "fp8-channel", "fp8-g128", "fp8-block128x128", "fp8-block64x64"),
     *(f"{sign}int{bits}-{tail}" for sign in ("", "u") for bits in (4, 8) for tail in ("channel", "g32", "g64", "g128")),
-    *("int4-g96", "uint4-g16", "int4-g48", "int8-block128x128"),
+    *("int4-g96", "uint4-g16", "int8-tensor"),
 )
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 each_scheme = pytest.mark.parametrize("weight_id", SCHEMES)
@@ -201,7 +201,11 @@ def test_nan_codes_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "weight_id", ["int3-g128", "mxfp6e2m3", "mxfp4-dual", "fp8e5m2-channel", "svdq-int4-g64", "gguf-q4_0", "int4-g8"]
+    "weight_id",
+    [
+        *("int3-g128", "mxfp6e2m3", "mxfp4-dual", "fp8e5m2-channel", "svdq-int4-g64", "gguf-q4_0", "int4-g8"),
+        *("mxint8", "mxint4", "int8-block128x128", "int4-tensor", "fp8-block64x32"),
+    ],
 )
 def test_what_is_not_decoded_is_refused(weight_id: str) -> None:
     with pytest.raises(UnsupportedCombinationError, match="needs"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from omniplat.capability import Capability, multiples
+from omniplat.portable.decoded import DECODED_WEIGHTS
 from omniplat_cuda.capabilities.common import (
     BITSANDBYTES,
     BLACKWELL,
@@ -118,15 +119,6 @@ _FLASHINFER = (
     ),
 )
 
-#: What the portable kernel decodes: codes of 4 and 8 bits, in groups and blocks of a multiple of 16 columns.
-_GROUPS = ("channel", "g16", "g32", "g64", "g96", "g128", "g256", "g512", "g1024")
-_DECODED = (
-    *(f"{element}-{tail}" for element in ("int4", "uint4", "int8", "uint8") for tail in _GROUPS),
-    *("int8-tensor", "fp8-tensor", "fp8-channel", "fp8-g32", "fp8-g64", "fp8-g128"),
-    *("fp8-block128x128", "fp8-block64x64", "fp8-block32x32"),
-    *(f"{element}-b{size}" for element in ("nf4", "fp4bnb") for size in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)),
-    *MICROSCALED,
-)
 #: Blackwell has units of its own for most of these.
 _PORTABLE_ARCHS = ("sm80", "sm86", "sm87", "sm89", "sm90")
 #: Decoded in registers, computed in 16 bit.
@@ -134,7 +126,7 @@ _PORTABLE = (
     Capability(
         "portable_linear",
         "linear",
-        _DECODED,
+        DECODED_WEIGHTS,
         ("a16",),
         executes="a16",
         archs=_PORTABLE_ARCHS,
@@ -146,7 +138,7 @@ _PORTABLE = (
     Capability(
         "portable_moe",
         "moe",
-        _DECODED,
+        DECODED_WEIGHTS,
         ("a16",),
         executes="a16",
         archs=_PORTABLE_ARCHS,

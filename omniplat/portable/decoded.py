@@ -1,0 +1,18 @@
+"""Which weights the portable weight-only kernels decode, as data: imports neither torch nor triton.
+
+Codes of 4 and 8 bits, with scales per row or in groups and blocks of a multiple of 16 columns.
+"""
+
+from __future__ import annotations
+
+_GROUPS = ("channel", "g16", "g32", "g64", "g96", "g128", "g256", "g512", "g1024")
+_BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+#: Weight ids.
+DECODED_WEIGHTS: tuple[str, ...] = (
+    *(f"{element}-{tail}" for element in ("int4", "uint4", "int8", "uint8") for tail in _GROUPS),
+    *("int8-tensor", "fp8-tensor", "fp8-channel", "fp8-g32", "fp8-g64", "fp8-g128"),
+    *("fp8-block128x128", "fp8-block64x64", "fp8-block32x32"),
+    *(f"{element}-b{size}" for element in ("nf4", "fp4bnb") for size in _BLOCKS),
+    *("mxfp8", "mxfp4", "nvfp4"),
+)
