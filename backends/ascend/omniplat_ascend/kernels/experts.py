@@ -21,6 +21,8 @@ from omniplat_ascend.kernels.products import Tensors
 
 _INT8_TOKEN = TensorQuant("int8", "token", dynamic=True)
 _FP8_TOKEN = TensorQuant("fp8_e4m3", "token", dynamic=True)
+#: The smallest positive number of f16.
+_LEAST_F16 = 2.0**-24
 #: Rows and their scales; None where rows are not quantized.
 Rows = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -106,6 +108,49 @@ def _with_bias(y: torch.Tensor, weight: Tensors, groups: Groups) -> torch.Tensor
     return y if "bias" not in weight else y + weight["bias"].to(torch.float32)[groups.expert]
 
 
+def _grouped(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    groups: Groups,
+    output: torch.dtype | None,
+    *,
+    scale: torch.Tensor | None = None,
+    token_scale: torch.Tensor | None = None,
+    antiquant_scale: torch.Tensor | None = None,
+    antiquant_offset: torch.Tensor | None = None,
+    fp4_rows: bool = False,
+    fp4_weight: bool = False,
+    mx: bool = False,
+) -> torch.Tensor:
+    """npu_grouped_matmul of rows [R, K] and a stack [E, K, N], by groups of rows: [R, N] in `output`.
+
+    `mx` says that what scales there are hold e8m0 bytes; fp4 lies in bytes too, and has to be named.
+    """
+    (y,) = torch.ops.npu.npu_grouped_matmul(
+        [rows],
+        [weight],
+        scale=_listed(scale),
+        antiquant_scale=_listed(antiquant_scale),
+        antiquant_offset=_listed(antiquant_offset),
+        per_token_scale=_listed(token_scale),
+        group_list=groups.counts,
+        split_item=2,
+        group_type=0,
+        group_list_type=1,
+        output_dtype=output,
+        x_dtype=FLOAT4_E2M1 if fp4_rows else None,
+        weight_dtype=FLOAT4_E2M1 if fp4_weight else None,
+        scale_dtype=FLOAT8_E8M0 if mx and scale is not None else None,
+        per_token_scale_dtype=FLOAT8_E8M0 if mx else None,
+    )
+    found: torch.Tensor = y
+    return found
+
+
+def _listed(tensor: torch.Tensor | None) -> list[torch.Tensor] | None:
+    return None if tensor is None else [tensor]
+
+
 # --- int8 ----------------------------------------------------------------------------------------------------------
 
 
@@ -121,17 +166,8 @@ def _int8_multiply(rows: Rows, weight: Tensors, groups: Groups, dtype: torch.dty
     """The product as int32, scaled here: beside a bf16 output, a2 and a3 take scales in bf16 only."""
     codes, scale = rows
     assert scale is not None
-    (y,) = torch.ops.npu.npu_grouped_matmul(
-        [codes],
-        [weight["codes"].transpose(1, 2)],
-        group_list=groups.counts,
-        split_item=2,
-        group_type=0,
-        group_list_type=1,
-        output_dtype=torch.int32,
-    )
-    found: torch.Tensor = y.to(torch.float32) * weight["scale"][groups.expert] * scale.unsqueeze(1)
-    return found
+    y = _grouped(codes, weight["codes"].transpose(1, 2), groups, torch.int32)
+    return y.to(torch.float32) * weight["scale"][groups.expert] * scale.unsqueeze(1)
 
 
 def _int8_gated(rows: Rows, weight: Tensors, groups: Groups) -> Rows:
@@ -162,19 +198,8 @@ def _fp8_quantize(rows: torch.Tensor, rounding: str, dtype: torch.dtype) -> Rows
 def _fp8_multiply(rows: Rows, weight: Tensors, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
     codes, scale = rows
     assert scale is not None
-    (y,) = torch.ops.npu.npu_grouped_matmul(
-        [codes],
-        [weight["codes"].view(torch.float8_e4m3fn).transpose(1, 2)],
-        scale=[weight["scale"]],
-        per_token_scale=[scale],
-        group_list=groups.counts,
-        split_item=2,
-        group_type=0,
-        group_list_type=1,
-        output_dtype=torch.float32,
-    )
-    found: torch.Tensor = y
-    return found
+    stack = weight["codes"].view(torch.float8_e4m3fn).transpose(1, 2)
+    return _grouped(codes, stack, groups, torch.float32, scale=weight["scale"], token_scale=scale)
 
 
 # --- MX ------------------------------------------------------------------------------------------------------------
@@ -198,24 +223,11 @@ def _mx_weight(weight: Tensors, fp4: bool) -> torch.Tensor:
 def _mx_multiply(rows: Rows, weight: Tensors, groups: Groups, fp4: bool) -> torch.Tensor:
     codes, scale = rows
     assert scale is not None
-    named = FLOAT4_E2M1 if fp4 else None
-    (y,) = torch.ops.npu.npu_grouped_matmul(
-        [codes],
-        [_mx_weight(weight, fp4)],
-        scale=[weight["scale"].transpose(1, 2)],
-        per_token_scale=[scale],
-        group_list=groups.counts,
-        split_item=2,
-        group_type=0,
-        group_list_type=1,
-        output_dtype=torch.float32,
-        x_dtype=named,
-        weight_dtype=named,
-        scale_dtype=FLOAT8_E8M0,
-        per_token_scale_dtype=FLOAT8_E8M0,
+    factors = weight["scale"].transpose(1, 2)
+    stack = _mx_weight(weight, fp4)
+    return _grouped(
+        codes, stack, groups, torch.float32, scale=factors, token_scale=scale, fp4_rows=fp4, fp4_weight=fp4, mx=True
     )
-    found: torch.Tensor = y
-    return found
 
 
 def _mx_gated(rows: Rows, weight: Tensors, groups: Groups, fp4: bool) -> Rows:
@@ -243,21 +255,8 @@ def _mx_gated(rows: Rows, weight: Tensors, groups: Groups, fp4: bool) -> Rows:
 def _mxfp4_a8_multiply(rows: Rows, weight: Tensors, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
     codes, scale = rows
     assert scale is not None
-    (y,) = torch.ops.npu.npu_grouped_matmul(
-        [codes],
-        [weight["codes"].transpose(1, 2)],
-        antiquant_scale=[weight["scale"]],
-        per_token_scale=[scale],
-        group_list=groups.counts,
-        split_item=2,
-        group_type=0,
-        group_list_type=1,
-        output_dtype=dtype,
-        weight_dtype=FLOAT4_E2M1,
-        per_token_scale_dtype=FLOAT8_E8M0,
-    )
-    found: torch.Tensor = y
-    return found
+    stack, factors = weight["codes"].transpose(1, 2), weight["scale"]
+    return _grouped(codes, stack, groups, dtype, antiquant_scale=factors, token_scale=scale, fp4_weight=True, mx=True)
 
 
 # --- weight-only ---------------------------------------------------------------------------------------------------
@@ -272,25 +271,16 @@ def _plain(rows: torch.Tensor, rounding: str, dtype: torch.dtype) -> Rows:
     if dtype != torch.float16:
         return rows.to(dtype), None
     values = rows.to(torch.float32)
-    exponent = torch.frexp(values.abs().amax(1))[1]
-    power = torch.ldexp(torch.ones(exponent.shape, device=rows.device), exponent)
+    power = torch.exp2(torch.floor(torch.log2(values.abs().amax(1).clamp(min=_LEAST_F16))))
     return (values / power.unsqueeze(1)).to(dtype), power
 
 
 def _weight_only_multiply(rows: Rows, weight: Tensors, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
     """`codes` int8 [E, N, K] or int32 [E, K, N/8], `scale` and `offset` [E, N] or [E, G, N], `factor` f32 [E, N]."""
     codes = weight["codes"]
-    (y,) = torch.ops.npu.npu_grouped_matmul(
-        [rows[0]],
-        [codes if codes.dtype == torch.int32 else codes.transpose(1, 2)],
-        antiquant_scale=[weight["scale"]],
-        antiquant_offset=[weight["offset"]],
-        group_list=groups.counts,
-        split_item=2,
-        group_type=0,
-        group_list_type=1,
-    )
-    found: torch.Tensor = y if "factor" not in weight else y * weight["factor"][groups.expert]
+    stack = codes if codes.dtype == torch.int32 else codes.transpose(1, 2)
+    y = _grouped(rows[0], stack, groups, None, antiquant_scale=weight["scale"], antiquant_offset=weight["offset"])
+    found = y if "factor" not in weight else y * weight["factor"][groups.expert]
     return found if rows[1] is None else found * rows[1].unsqueeze(1)
 
 
