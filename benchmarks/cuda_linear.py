@@ -207,7 +207,8 @@ def main() -> None:
     if not arguments.json:
         print(" ".join(f"{key}={value}" for key, value in machine.items()))
         print(
-            "| scheme | kernel | shape | M | x BF16 | least to largest | us | BF16 us | host us | BF16 host us | error |"
+            "| scheme | kernel | shape | M | x BF16 | least to largest | us | BF16 us | host us | BF16 host us "
+            "| error |"
         )
         print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
     results = []

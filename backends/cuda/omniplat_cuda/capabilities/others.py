@@ -9,7 +9,6 @@ from omniplat_cuda.capabilities.common import (
     BLACKWELL,
     FLASHINFER,
     HALF,
-    MICROSCALED,
     SM80,
     SM100,
     SM120,
