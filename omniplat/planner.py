@@ -4,70 +4,32 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from packaging.requirements import Requirement
 
 from omniplat._version import __version__
-from omniplat.backend import BackendSpec
-from omniplat.capability import Accepted, Capability, Rejected, compare_activation, matches
 from omniplat.checkpoint.folder import Checkpoint, Component
 from omniplat.checkpoint.reader import ShardReader
 from omniplat.device import Device
-from omniplat.document import Plan, PlanCheckpoint, PlanDevice, PlanLayer, PlanRule, PlanSummary, PlanTrace
-from omniplat.engines import tensors_below, undeliverable
+from omniplat.document import Plan, PlanCheckpoint, PlanDevice, PlanLayer, PlanSummary
 from omniplat.findings import Finding, finding
 from omniplat.formats.base import Format
 from omniplat.formats.detect import read_metadata
 from omniplat.formats.resolve import Resolution, resolve_component
-from omniplat.formats.resolved import ResolvedModule
-from omniplat.layer import LayerSpec
-from omniplat.legality import TP_SIZES, Cut, cut_layer, rank_spec
-from omniplat.match import Candidate, Match, Policy, match
+from omniplat.layer_planner import LayerPlanner, PlannedLayer, Target
 from omniplat.models.advice import refusals
 from omniplat.models.builtin import UNKNOWN
 from omniplat.models.family import Family
-from omniplat.moe_block import moe_details
 from omniplat.packed import PackedLayer
 from omniplat.packing import HeadCounts, Packed, family_of, pack
 from omniplat.preflight import Preflight, Scan
-from omniplat.scheme import Scheme, TensorQuant
 
-_ACTIVATION_NOTES = {
-    "weight-only": "weight-only",
-    "upgraded": "activation-upgraded",
-    "regrouped": "activation-regrouped",
-}
-
+__all__ = ["Divide", "Planned", "PlannedLayer", "Target", "make_plan", "plan_layers", "plan_resolved"]
 
 #: What one layer of an engine is to another runtime: the layers that it has in its place.
 Divide = Callable[[PackedLayer], Sequence[PackedLayer]]
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where a plan is to run: backend, device, parallel sizes, what the caller allows, which engine's loader."""
-
-    spec: BackendSpec
-    device: Device
-    tp: int = 1
-    ep: int = 1
-    policy: Policy = field(default_factory=Policy)
-    is_default: bool = False
-    reason: str = ""
-    engine: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedLayer:
-    """A layer of the plan with what the loader needs: its modules and the capability that was chosen."""
-
-    layer: PlanLayer
-    packed: PackedLayer
-    capability: Capability | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +91,7 @@ def plan_resolved(
         if divide is not None:
             packed = replace(packed, layers=tuple(item for layer in packed.layers for item in divide(layer)))
         preflight = Preflight(ShardReader(part.root), scan) if scan != "none" else None
-        planner = _ComponentPlanner(packed, target, part, preflight)
+        planner = LayerPlanner(packed, target, part, preflight)
         layers += [planner.plan(layer) for layer in packed.layers]
         found += [*resolution.findings, *packed.findings, *planner.findings(), *_advice(packed, target, part)]
     source = PlanCheckpoint(
@@ -161,7 +123,7 @@ def plan_layers(
     planned: list[PlannedLayer] = []
     for component in dict.fromkeys(layer.spec.component for layer in layers):
         own = tuple(layer for layer in layers if layer.spec.component == component)
-        planner = _ComponentPlanner(Packed(own, UNKNOWN, HeadCounts({}), (), {}), target)
+        planner = LayerPlanner(Packed(own, UNKNOWN, HeadCounts({}), (), {}), target)
         planned += [planner.plan(layer) for layer in own]
         found += planner.findings()
     return Planned(_document(source, target, planned, found), target.device, tuple(planned), ())
@@ -207,302 +169,3 @@ def _summary(layers: Sequence[PlanLayer]) -> PlanSummary:
         tuple(sorted(set.intersection(*tp))) if tp else (),
         tuple(sorted(set.intersection(*ep))) if ep else (),
     )
-
-
-@cache
-def _details_of(quant: TensorQuant | None) -> dict[str, Any] | None:
-    return asdict(quant) | {"block": list(quant.block)} if quant is not None else None
-
-
-def _details(scheme: Scheme) -> dict[str, Any]:
-    return {
-        "weight": _details_of(scheme.weight),
-        "activation": _details_of(scheme.activation),
-        "pre_scale": scheme.pre_scale,
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What planning found for one layer. `faster` is the candidate that the other preference would choose."""
-
-    status: str
-    capability: Capability | None = None
-    executes: str | None = None
-    trace: tuple[PlanTrace, ...] = ()
-    alternative: str | None = None
-    faster: Candidate | None = None
-
-
-class _ComponentPlanner:
-    """Plans the layers of one component; equal layers are matched once."""
-
-    def __init__(
-        self,
-        packed: Packed,
-        target: Target,
-        component: Component | None = None,
-        preflight: Preflight | None = None,
-    ) -> None:
-        self._packed = packed
-        self._target = target
-        self._preflight = preflight
-        stored = component.tensors.values() if component is not None and target.engine else ()
-        names = [module.name for layer in packed.layers for module in layer.modules] if stored else []
-        self._below = tensors_below(names, stored) if stored else {}
-        self._matches: dict[tuple[LayerSpec, frozenset[tuple[str, int]]], Match] = {}
-        self._notes: dict[tuple[str, str], list[str]] = defaultdict(list)
-
-    def plan(self, layer: PackedLayer) -> PlannedLayer:
-        spec, modules = layer.spec, layer.modules
-        tp_cuts = {size: cut_layer(layer, size) for size in TP_SIZES}
-        status = self._status(layer)
-        spans = self._spans(layer) if status == "ok" else {}
-        answer = self._answer(layer, status, self._parallel_problem(layer, tp_cuts), spans)
-        capability = answer.capability
-        first = modules[0]
-        stored = sum(module.stored_bytes for module in modules) // self._shares(layer)
-        resident = int(stored * capability.resident) if capability is not None else stored
-        if answer.faster is not None:
-            self._note_faster(layer, answer.faster, stored, resident)
-        document = PlanLayer(
-            name=spec.name,
-            component=spec.component,
-            op=spec.op,
-            modules=tuple(sorted(module.name for module in modules)),
-            shape=_shape(spec),
-            declared=_joined(layer, declared=True),
-            stored=_joined(layer, declared=False) or "",
-            executes=_with_w2(answer, spec),
-            details=_details(spec.scheme) | moe_details(spec.moe, layer.block),
-            status=answer.status,
-            container=first.storage.container,
-            stored_dtype=first.stored_dtype,
-            legal_tp=self._legal_tp(layer, tp_cuts, status),
-            legal_ep=tuple(_divisors(spec.moe.experts)) if spec.moe is not None else (),
-            decided_by=PlanRule(first.decided_by.file, first.decided_by.rule, first.decided_by.reading),
-            backend=self._target.spec.name if capability is not None else None,
-            kernel=capability.name if capability is not None else None,
-            via=(capability.via or None) if capability is not None else None,
-            variants=capability.variants if capability is not None else (),
-            alternative=answer.alternative,
-            trace=answer.trace,
-            stored_bytes=stored,
-            resident_bytes=resident,
-            peak_load_bytes=resident + max(module.stored_bytes for module in modules),
-            scale_spans=spans,
-        )
-        return PlannedLayer(document, layer, capability)
-
-    def _answer(self, layer: PackedLayer, status: str, parallel_problem: str, spans: Mapping[str, int]) -> _Answer:
-        """Which kernel runs the layer, or why none does; findings about it are noted."""
-        spec, target, modules = layer.spec, self._target, layer.modules
-        if status == "unquantized":
-            # The model's own linear layer runs it; there is nothing to dispatch.
-            return _Answer("unsupported" if parallel_problem else status, executes=spec.scheme.id)
-        if status == "unsupported":
-            reasons = sorted({text for module in modules for text in module.problems})
-            needed = {"rule": "scheme", "needed": "a documented scheme"}
-            return _Answer(status, trace=tuple(PlanTrace(target.spec.name, needed | {"found": r}) for r in reasons))
-        if status != "ok":
-            return _Answer(status)
-        outcome = self._match(rank_spec(spec, layer.split, target.tp, target.ep), spans)
-        self._note_refused(layer, outcome, spans)
-        trace = _trace(outcome, target.spec)
-        if outcome.chosen is None:
-            self._notes["unsupported-combination", _unsupported(spec, target)] += [m.name for m in modules]
-            return _Answer("unsupported", trace=trace)
-        if parallel_problem:
-            return _Answer("unsupported", trace=trace)
-        if problems := self._engine_problems(layer):
-            needed = {"rule": "loader", "needed": "tensors that it delivers"}
-            return _Answer(
-                "unsupported", trace=tuple(PlanTrace(target.engine, needed | {"found": p}) for p in problems)
-            )
-        decision = outcome.chosen.decision
-        assert isinstance(decision, Accepted)
-        self._note_activation(spec, decision, outcome.chosen.capability, modules)
-        self._note_quirks(outcome.chosen.capability, modules)
-        return _Answer(
-            status,
-            outcome.chosen.capability,
-            decision.executes,
-            trace,
-            outcome.alternative.capability.name if outcome.alternative is not None else None,
-            outcome.faster,
-        )
-
-    def _status(self, layer: PackedLayer) -> str:
-        if layer.spec.name in self._packed.invalid or any(m.status == "invalid" for m in layer.modules):
-            return "invalid"
-        if any(m.status == "unsupported" for m in layer.modules):
-            return "unsupported"
-        schemes = (layer.spec.scheme, *((layer.spec.moe.w2_scheme,) if layer.spec.moe else ()))
-        return "unquantized" if all(scheme is None or scheme.is_unquantized for scheme in schemes) else "ok"
-
-    # -- parallelism --------------------------------------------------------------------------------
-
-    def _parallel_problem(self, layer: PackedLayer, cuts: dict[int, Cut]) -> str:
-        target, spec = self._target, layer.spec
-        names = [module.name for module in layer.modules]
-        cut = cuts[target.tp] if target.tp in cuts else cut_layer(layer, target.tp)
-        if not cut.legal:
-            self._notes["tp-not-divisible", f"tp = {target.tp}: {cut.problem}"] += names
-            return cut.problem
-        if spec.moe is not None and spec.moe.experts % target.ep:
-            problem = f"{spec.moe.experts} experts are not a multiple of ep = {target.ep}"
-            self._notes["ep-not-divisible", problem] += names
-            return problem
-        return ""
-
-    def _engine_problems(self, layer: PackedLayer) -> list[str]:
-        """Why the asked engine's loader cannot bring the layer's tensors."""
-        if not self._target.engine:
-            return []
-        problems = undeliverable(self._target.engine, self._packed.family, layer, self._below)
-        for reason, names in problems.items():
-            self._notes["engine-cannot-load", f"{self._target.engine}: {reason}"] += names
-        return list(problems)
-
-    def _shares(self, layer: PackedLayer) -> int:
-        if layer.spec.moe is not None:
-            return self._target.tp * self._target.ep
-        return self._target.tp if layer.split.style != "replicated" else 1
-
-    def _legal_tp(self, layer: PackedLayer, cuts: dict[int, Cut], status: str) -> tuple[int, ...]:
-        """Sizes at which no shard cuts anything and, where a kernel runs the whole layer, one runs the shard."""
-        legal = tuple(size for size, cut in cuts.items() if cut.legal)
-        if status != "ok" or self._match(layer.spec).chosen is None:
-            return legal
-        return tuple(
-            size for size in legal if self._match(rank_spec(layer.spec, layer.split, size, 1)).chosen is not None
-        )
-
-    # -- kernels ------------------------------------------------------------------------------------
-
-    def _match(self, spec: LayerSpec, spans: Mapping[str, int] | None = None) -> Match:
-        key = replace(spec, name="", component="", parts=()), frozenset((spans or {}).items())
-        if key not in self._matches:
-            target = self._target
-            self._matches[key] = match(spec, target.spec.capabilities, target.device, target.policy, spans)
-        return self._matches[key]
-
-    # -- values of scales ---------------------------------------------------------------------------
-
-    def _spans(self, layer: PackedLayer) -> Mapping[str, int]:
-        """Spans of the layer's scales where the preflight reads them; what is wrong with the scales is noted."""
-        if self._preflight is None:
-            return {}
-        target = self._target
-        chosen = self._match(rank_spec(layer.spec, layer.split, target.tp, target.ep)).chosen
-        found = self._preflight.scan(layer, chosen.capability.via if chosen is not None else "")
-        for module, problem in found.problems.items():
-            self._notes["scale-not-finite", problem].append(module)
-        return found.spans
-
-    def _note_refused(self, layer: PackedLayer, outcome: Match, spans: Mapping[str, int]) -> None:
-        """A re-encoding that was planned from headers alone, and that the spans forbid."""
-        if not spans:
-            return
-        spec, target = layer.spec, self._target
-        planned = self._match(rank_spec(spec, layer.split, target.tp, target.ep)).chosen
-        chosen = outcome.chosen
-        if planned is None or (chosen is not None and chosen.capability == planned.capability):
-            return
-        found = ", ".join(f"{span} binades of {weight}" for weight, span in spans.items())
-        instead = chosen.capability.name if chosen is not None else "no kernel"
-        message = (
-            f"scales of a row span {found}, too many for {planned.capability.name} via {planned.capability.via}; "
-            f"{instead} runs it"
-        )
-        self._notes["reencode-refused", message] += [module.name for module in layer.modules]
-
-    def _note_faster(self, layer: PackedLayer, faster: Candidate, stored: int, resident: int) -> None:
-        """What the other preference would choose, and what it would cost."""
-        assert isinstance(faster.decision, Accepted)
-        capability = faster.capability
-        larger = int(stored * capability.resident)
-        via = f" via {capability.via}" if capability.via else ""
-        message = (
-            f"--prefer speed would run {layer.spec.scheme.id} on {capability.name}{via} as {faster.decision.executes}, "
-            f"in {larger / max(resident, 1):.2g} times the memory"
-        )
-        self._notes["faster-option", message] += [module.name for module in layer.modules]
-
-    def _note_activation(
-        self, spec: LayerSpec, decision: Accepted, capability: Capability, modules: Sequence[ResolvedModule]
-    ) -> None:
-        declared, executed = spec.scheme.activation_id, decision.executes.partition("/")[2]
-        names = [module.name for module in modules]
-        code = _ACTIVATION_NOTES.get(compare_activation(declared, executed), "")
-        if code:
-            self._notes[code, f"declared {spec.scheme.id}, executes {decision.executes}"] += names
-        if decision.instead:
-            first = (*capability.scale_rules[:1], *capability.roundings[:1], capability.scale_format)
-            own = ", ".join(filter(None, first))
-            message = f"declared {spec.scheme.id} with {decision.instead}, {capability.name} quantizes by {own}"
-            self._notes["activation-regrouped", message] += names
-
-    def _note_quirks(self, capability: Capability, modules: Sequence[ResolvedModule]) -> None:
-        for quirk in self._target.spec.quirks:
-            if matches(quirk.kernels, capability.name):
-                message = f"{capability.name}: {quirk.text} ({quirk.source})"
-                self._notes["known-quirk", message] += [module.name for module in modules]
-
-    def findings(self) -> list[Finding]:
-        component = self._packed.layers[0].spec.component if self._packed.layers else ""
-        return [
-            finding(code, message, component=component, modules=names)
-            for (code, message), names in sorted(self._notes.items())
-        ]
-
-
-def _unsupported(spec: LayerSpec, target: Target) -> str:
-    return f"{target.device} has no kernel for {spec.op} with {spec.scheme.id}"
-
-
-def _trace(outcome: Match, spec: BackendSpec) -> tuple[PlanTrace, ...]:
-    """The answers of the kernels of the same op; of all kernels where none accepts."""
-    if not spec.capabilities:
-        nothing = {"rule": "capabilities", "needed": "a kernel", "found": f"backend {spec.name} declares none yet"}
-        return (PlanTrace(spec.name, nothing),)
-    trace = []
-    for item in outcome.candidates:
-        decision = item.decision
-        if item is outcome.chosen:
-            continue
-        if isinstance(decision, Rejected):
-            if decision.rule != "op" or outcome.chosen is None:
-                rejected = {"rule": decision.rule, "needed": decision.needed, "found": decision.found}
-                trace.append(PlanTrace(item.capability.name, rejected))
-        else:
-            trace.append(PlanTrace(item.capability.name, accepted={"executes": decision.executes}))
-    return tuple(trace)
-
-
-def _shape(spec: LayerSpec) -> dict[str, int]:
-    shape = {"out": spec.out_features, "in": spec.in_features}
-    if spec.moe is not None:
-        shape |= {"intermediate": spec.moe.intermediate, "experts": spec.moe.experts}
-    return shape
-
-
-def _joined(layer: PackedLayer, *, declared: bool) -> str | None:
-    """The id of the layer; of w13 and w2 joined with "+" where they differ, None where nothing is declared."""
-    groups = (layer.w13, layer.w2) if layer.spec.op == "moe" else ((layer.parts,),)
-    modules = [group[0][0].module for group in groups if group and group[0]]
-    ids = [(m.declared.id if m.declared else None) if declared else m.stored_id for m in modules]
-    known = [text for text in dict.fromkeys(ids) if text is not None]
-    return "+".join(known) if known else None
-
-
-def _with_w2(answer: _Answer, spec: LayerSpec) -> str | None:
-    """What executes, joined like `stored` with what w2 executes where that has another scheme."""
-    second = spec.moe.w2_scheme if spec.moe is not None else None
-    if answer.executes is None or answer.capability is None or second is None:
-        return answer.executes
-    return f"{answer.executes}+{second.weight_id}/{answer.capability.executes or second.activation_id}"
-
-
-def _divisors(count: int) -> Iterable[int]:
-    return (size for size in range(1, count + 1) if count % size == 0)
