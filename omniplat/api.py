@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from omniplat.capability import matches
 from omniplat.checkpoint.folder import Checkpoint, open_checkpoint
-from omniplat.choose import choose_backend
+from omniplat.choose import CPU, choose_backend
 from omniplat.detect import resolve_device
 from omniplat.device import Device
 from omniplat.document import Plan, PlanLayer
@@ -24,7 +25,7 @@ from omniplat.errors import (
 from omniplat.match import ALLOWANCES, PREFERENCES, Policy
 from omniplat.planner import Divide, Planned, PlannedLayer, Target, make_plan
 from omniplat.preflight import Scan
-from omniplat.registry import FORMATS, MODELS, Registry, default_registry, is_installed
+from omniplat.registry import BACKENDS, FORMATS, MODELS, Registry, default_registry, is_installed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -203,9 +204,20 @@ def _unsupported(plan: Plan, layers: list[PlanLayer]) -> UnsupportedCombinationE
     ]
     reasons += [item.message for item in plan.findings if item.code in _OF_THE_ASKED]
     same = [layer.name for layer in layers if layer.details == first.details and layer.op == first.op]
-    suggestions = ["--device cpu (reference)"] if plan.device.kind != "cpu" else []
+    suggestions = ["--device cpu (reference)"] if plan.device.kind != CPU and _runs_on_cpu(first) else []
+    suggestions += dict.fromkeys(
+        item.fix for item in plan.findings if item.code == "unsupported-combination" and item.fix
+    )
     scheme = f"{first.stored}/{(first.declared or '/a16').rpartition('/')[2]}"
     return UnsupportedCombinationError(device, first.op, scheme, same, reasons, suggestions)
+
+
+def _runs_on_cpu(layer: PlanLayer) -> bool:
+    capabilities = default_registry().load(BACKENDS, CPU).capabilities
+    return all(
+        any(item.op == layer.op and matches(item.weights, weight) for item in capabilities)
+        for weight in layer.stored.split("+")
+    )
 
 
 def make_planned(

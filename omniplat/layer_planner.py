@@ -30,6 +30,7 @@ _ACTIVATION_NOTES = {
     "upgraded": "activation-upgraded",
     "regrouped": "activation-regrouped",
 }
+_NO_KERNEL = "unsupported-combination"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,8 @@ class LayerPlanner:
         self._packed = packed
         self._target = target
         self._preflight = preflight
+        # Only what lies in a checkpoint can be written out.
+        self._fix = "omniplat convert SRC DST --to bf16 writes it dequantized" if component is not None else ""
         stored = component.tensors.values() if component is not None and target.engine else ()
         names = [module.name for layer in packed.layers for module in layer.modules] if stored else []
         self._below = tensors_below(names, stored) if stored else {}
@@ -156,7 +159,7 @@ class LayerPlanner:
         self._note_refused(layer, outcome, spans)
         trace = _trace(outcome, target.spec)
         if outcome.chosen is None:
-            self._notes["unsupported-combination", _unsupported(spec, target)] += [m.name for m in modules]
+            self._notes[_NO_KERNEL, _unsupported(spec, target)] += [m.name for m in modules]
             return _Answer("unsupported", trace=trace)
         if parallel_problem:
             return _Answer("unsupported", trace=trace)
@@ -298,13 +301,16 @@ class LayerPlanner:
     def findings(self) -> list[Finding]:
         component = self._packed.layers[0].spec.component if self._packed.layers else ""
         return [
-            finding(code, message, component=component, modules=names)
+            finding(code, message, component=component, modules=names, fix=self._fix if code == _NO_KERNEL else "")
             for (code, message), names in sorted(self._notes.items())
         ]
 
 
 def _unsupported(spec: LayerSpec, target: Target) -> str:
-    return f"{target.device} has no kernel for {spec.op} with {spec.scheme.id}"
+    message = f"{target.device} has no kernel for {spec.op} with {spec.scheme.id}"
+    if spec.scheme.weight.block == (1, 1):
+        message += ": weights of several rows share a scale, and by rows that is a scale for each weight"
+    return message
 
 
 def _trace(outcome: Match, spec: BackendSpec) -> tuple[PlanTrace, ...]:

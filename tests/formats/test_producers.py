@@ -12,9 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from omniplat.api import load, plan
 from omniplat.capability import matches
+from omniplat.checkpoint.folder import open_checkpoint
+from omniplat.checkpoint.reader import ShardReader
+from omniplat.cli.app import app
 from omniplat.errors import UnsupportedCombinationError
 from omniplat.formats.resolve import Resolution
 from omniplat.registry import BACKENDS, default_registry
@@ -50,6 +54,10 @@ class Produced:
     def modules(self) -> list[str]:
         return sorted({key.split("/")[1] for key in self._expected})
 
+    def expected(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Places in the flattened weight, and the producer's values there."""
+        return self._expected[f"expected/{name}/at"], self._expected[f"expected/{name}/values"]
+
     def resolve(
         self, folder: Path, quantization: Mapping[str, Any], config: Mapping[str, Any] | None = None
     ) -> Resolution:
@@ -57,7 +65,7 @@ class Produced:
 
     def errors(self, found: Resolution, name: str) -> np.ndarray:
         """Differences at the sampled places, relative to the largest weight."""
-        at, values = (self._expected[f"expected/{name}/{part}"] for part in ("at", "values"))
+        at, values = self.expected(name)
         return np.abs(values_of(found, name).reshape(-1)[at] - values) / np.abs(values).max()
 
 
@@ -152,8 +160,34 @@ def test_hqq_axis_0_is_planned_and_not_run(tmp_path: Path) -> None:
     planned = plan(tmp_path, "cpu")
     assert {layer.status for layer in planned.layers} == {"unsupported"}
     assert all(layer.trace for layer in planned.layers)
-    with pytest.raises(UnsupportedCombinationError, match="block1x1"):
-        load(tmp_path, "cpu")
+    refused = [item for item in planned.findings if item.code == "unsupported-combination"]
+    assert refused
+    assert all("share a scale" in item.message for item in refused)
+    (fix,) = {item.fix for item in refused}
+    assert "omniplat convert" in fix
+    for device in ("cpu", "cuda:sm90"):
+        with pytest.raises(UnsupportedCombinationError, match="block1x1") as raised:
+            load(tmp_path, device)
+        assert raised.value.to_dict()["suggestions"] == [fix], "the cpu does not run it either"
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_hqq_of_either_axis_is_converted(tmp_path: Path, axis: int) -> None:
+    made = Produced(f"hqq-axis{axis}")
+    made.resolve(tmp_path / "a", hqq(4, axis))
+    result = CliRunner().invoke(app, ["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "f32"])
+    assert result.exit_code == 0, result.output
+    (component,) = open_checkpoint(tmp_path / "b").components
+    assert {name for name in component.tensors if name.endswith(".weight")} == {
+        f"{name}.weight" for name in made.modules()
+    }
+    assert component.tensors.keys() <= {f"{name}.{leaf}" for name in made.modules() for leaf in ("weight", "bias")}
+    reader = ShardReader(component.root)
+    for name in made.modules():
+        at, values = made.expected(name)
+        weight = np.asarray(reader.read(component.tensors[f"{name}.weight"])).reshape(-1)
+        assert np.abs(weight[at] - values).max() / np.abs(values).max() < 2.0**-22
+    assert {layer.status for layer in plan(tmp_path / "b", "cpu").layers} == {"unquantized"}
 
 
 # --- torchao ------------------------------------------------------------------------------------------------------
