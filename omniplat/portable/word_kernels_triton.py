@@ -1,8 +1,8 @@
 """Products of tokens with a weight held in words, in Triton: codes are decoded in registers and multiplied in 16 bits.
 
 One program computes BN rows of the weight for BM tokens. The weight is the left operand of its products, so that few
-tokens fill the columns of a tile. NVIDIA's devices decode two codes with each of their own instructions (ASM); elsewhere,
-and under the interpreter, Triton's operations give the same numbers. Imports triton.
+tokens fill the columns of a tile. NVIDIA's devices decode two codes with each of their own instructions (ASM);
+elsewhere, and under the interpreter, Triton's operations give the same numbers. Imports triton.
 """
 
 from __future__ import annotations

@@ -172,8 +172,8 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in DATA.glob("*/checkpoint")))
 def test_the_bundled_checkpoints(name: str) -> None:
-    """bitsandbytes' four bits have names with dots, gpt-oss has stacks of four dimensions, vllm-omni builds Qwen-Image's
-    `txt_in` without a quantization method; all others are delivered."""
+    """bitsandbytes' four bits have names with dots, gpt-oss has stacks of four dimensions, and vllm-omni builds `txt_in`
+    of Qwen-Image without a quantization method; all others are delivered."""
     plan = make_planned(DATA / name / "checkpoint", "cpu", engine="vllm").plan
     found = [item for item in plan.findings if item.code == "engine-cannot-load"]
     assert bool(found) == any(part in name for part in ("bnb-nf4", "bnb-fp4", "gptoss", "qwenimage"))
