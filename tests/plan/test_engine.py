@@ -161,6 +161,23 @@ def test_the_plan_for_an_engine(tmp_path: Path) -> None:
         require_runnable(plan)
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "plain"),
+    [
+        ("qwen-image", "txt_in", True),
+        ("qwen-image", "transformer_blocks.0.img_mod.1", True),
+        ("qwen-image", "transformer_blocks.0.attn.to_q", False),
+        ("wan", "proj_out", True),
+        ("wan", "condition_embedder.time_proj", True),
+        ("wan", "blocks.0.ffn.net.2", False),
+        ("flux", "single_transformer_blocks.0.proj_out", False),
+    ],
+)
+def test_modules_that_models_of_the_engine_build_plain(family: str, name: str, plain: bool) -> None:
+    found = reasons(linear(part_of(name, PLAIN)), Family(family, ()))
+    assert ("without a quantization method" in found) == plain
+
+
 def test_the_command_line(tmp_path: Path) -> None:
     folder = str(bitsandbytes(tmp_path / "c"))
     run = CliRunner().invoke
@@ -172,8 +189,8 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in DATA.glob("*/checkpoint")))
 def test_the_bundled_checkpoints(name: str) -> None:
-    """bitsandbytes' four bits have names with dots, gpt-oss has stacks of four dimensions, and vllm-omni builds `txt_in`
-    of Qwen-Image without a quantization method; all others are delivered."""
+    """bitsandbytes' four bits have names with dots, gpt-oss has stacks of four dimensions, and Qwen-Image's txt_in is
+    built plain; all others are delivered."""
     plan = make_planned(DATA / name / "checkpoint", "cpu", engine="vllm").plan
     found = [item for item in plan.findings if item.code == "engine-cannot-load"]
     assert bool(found) == any(part in name for part in ("bnb-nf4", "bnb-fp4", "gptoss", "qwenimage"))
