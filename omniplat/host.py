@@ -23,6 +23,12 @@ ROOT = Path("/")
 #: Where the kernel shows a device of each kind. Only what tells the kind beyond doubt (a DRM node does not).
 DEVICE_NODES: dict[str, str] = {"cuda": "dev/nvidia[0-9]*", "rocm": "dev/kfd", "npu": "dev/davinci[0-9]*"}
 
+#: Distribution -> others that bring the same modules: torch's builds for AMD and Intel devices come with Triton under
+#: names of their own, which changed over torch's releases.
+_ALSO_KNOWN_AS: dict[str, tuple[str, ...]] = {
+    "triton": ("triton-rocm", "pytorch-triton-rocm", "triton-xpu", "pytorch-triton-xpu"),
+}
+
 T = TypeVar("T")
 
 
@@ -49,11 +55,13 @@ def run_tool(argv: tuple[str, ...], timeout: float = 10.0) -> str:
 
 
 def installed_version(distribution: str) -> str:
-    """Version of an installed distribution, "" when it is not installed. Imports nothing of it."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
+    """Version of an installed distribution, or of one that brings the same; "" when none is. Imports nothing of it."""
+    for name in (distribution, *_ALSO_KNOWN_AS.get(distribution, ())):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return ""
 
 
 def installed_versions(requirements: Iterable[str]) -> dict[str, str]:

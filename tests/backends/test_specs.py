@@ -171,8 +171,8 @@ def test_no_device_is_without_a_reason() -> None:
         # no FP4 units: a more precise activation
         ("cuda:sm90", "mxfp4/mxfp4", "moe", "mxfp4/a16"),
         ("cuda:sm90", "nvfp4/nvfp4", "linear", "nvfp4/a16"),
-        # the same by FP8 units: what has a kernel comes before a weight-only one that is only declared
-        ("rocm:gfx942", "mxfp4/mxfp4", "linear", "mxfp4/mxfp4"),
+        ("rocm:gfx942", "mxfp4/mxfp4", "linear", "mxfp4/a16"),
+        ("rocm:gfx942", "mxfp4/mxfp4", "moe", "mxfp4/a16"),
         # FP4 units
         ("cuda:sm100", "nvfp4/nvfp4", "linear", "nvfp4/nvfp4"),
         ("rocm:gfx950", "mxfp4/mxfp4", "linear", "mxfp4/mxfp4"),
@@ -190,6 +190,9 @@ def test_no_device_is_without_a_reason() -> None:
         ("npu:a2", "int8-channel/int8-token", "moe", "int8-channel/int8-token"),
         ("npu:a3", "int8-channel/int8-tensor-static-asym", "linear", "int8-channel/int8-tensor-static-asym"),
         ("rocm:gfx942", "int8-channel/int8-token", "linear", "int8-channel/int8-token"),
+        # unless no kernel of the vendor takes it
+        ("xpu:bmg", "int8-channel/int8-token", "linear", "int8-channel/a16"),
+        ("rocm:gfx90a", "int8-channel/int8-token", "linear", "int8-channel/a16"),
         # as int8 it would take twice the memory; the vendor's own mode for it has no kernel yet
         ("npu:a2", "int4-channel/int8-token", "moe", "int4-channel/a16"),
         # experts on Intel GPUs are weight-only
@@ -211,6 +214,7 @@ def test_what_executes(device: str, scheme: str, op: str, executes: str) -> None
     ("device", "scheme", "op"),
     [
         ("cuda:sm90", "mxfp4/mxfp4", "linear"),
+        ("rocm:gfx942", "mxfp4/mxfp4", "linear"),
         ("npu:a2", "int4-channel/int8-token", "moe"),
         ("npu:a3", "int4-channel/int8-token", "linear"),
     ],

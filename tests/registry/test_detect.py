@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from omniplat.device import Device
 from omniplat.errors import InvalidDeviceError
 from omniplat.host import detect_cpu, installed_versions, kinds_with_nodes, run_tool, visible
 from omniplat.info import collect_info
+from omniplat.match import unmet
 from tests.registry.machines import Machine, backend
 
 CUDA = backend("cuda", "cuda", "sees_cuda")
@@ -71,6 +73,20 @@ def test_tool_that_is_missing_fails_or_hangs() -> None:
 
 def test_versions() -> None:
     assert installed_versions(("numpy>=1", "omniplat-has-no-such-thing>=2"))["omniplat-has-no-such-thing"] == ""
+
+
+@pytest.mark.parametrize("name", ["triton", "triton-rocm", "pytorch-triton-rocm", "triton-xpu", "pytorch-triton-xpu"])
+def test_triton_counts_under_each_of_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What it is called where torch is built for AMD or Intel devices; a kernel that needs it asks for triton."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    device = Device("rocm", "gfx942", described=False)
+    assert unmet("triton>=3.2", device) == "not installed"
+    folder = tmp_path / f"{name.replace('-', '_')}-3.7.1+gitabc.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 3.7.1+gitabc\n")
+    assert installed_versions(("triton>=3.2",)) == {"triton": "3.7.1+gitabc"}
+    assert unmet("triton>=3.2", device) == ""
+    assert unmet("triton>=4", device) == "3.7.1+gitabc"
 
 
 def test_device_list_starts_with_the_cpu() -> None:

@@ -11,8 +11,10 @@ from dataclasses import replace
 
 from omniplat.backend import BackendSpec, NotSupported, Quirk
 from omniplat.capability import Capability, ShapeRule, multiples
+from omniplat.portable.decoded import DECODED_WEIGHTS
 
 _TORCH = "torch>=2.6"
+_TRITON = "triton>=3.2"
 _AITER = "amd-aiter>=0.1.13"
 #: fused_moe takes `swiglu_limit` from here on.
 _AITER_MOE = "amd-aiter>=0.1.14"
@@ -28,9 +30,6 @@ _GFX950 = ("gfx950",)
 _CDNA = (*_GFX942, *_GFX950)
 _HALF = ("bf16", "f16")
 _MODULES = "omniplat_rocm.kernels"
-_INTEGERS = ("int[2-8]-channel", "int[2-8]-g*", "uint[2-8]-channel", "uint[2-8]-g*")
-_WEIGHT_ONLY = (*_INTEGERS, "fp8-tensor", "fp8-channel", "fp8-g*", "fp8-block*", "mxfp8", "mxfp4", "nvfp4", "nf4-b*",
-                "fp4bnb-b*")  # fmt: skip
 #: AITER's quantizers derive scales by rules of their own, which a plan notes. For e2m1 both names of "even" are one.
 _CEIL = ("ceil", "rceil")
 _EVEN = ("even", "even-m1")
@@ -197,12 +196,13 @@ _LINEAR = (
     Capability(
         "portable_linear",
         "linear",
-        _WEIGHT_ONLY,
+        DECODED_WEIGHTS,
         ("a16",),
         executes="a16",
         dtypes=_HALF,
-        requires=(_TORCH,),
+        requires=(_TORCH, _TRITON),
         priority=5,
+        impl="omniplat.portable.weight_only:PortableLinear",
     ),
 )
 
@@ -333,12 +333,13 @@ _MOE_EXPERTS = (
     Capability(
         "portable_moe",
         "moe",
-        _WEIGHT_ONLY,
+        DECODED_WEIGHTS,
         ("a16",),
         executes="a16",
         dtypes=_HALF,
-        requires=(_TORCH,),
+        requires=(_TORCH, _TRITON),
         priority=5,
+        impl="omniplat.portable.weight_only_experts:PortableExperts",
     ),
 )
 
@@ -364,7 +365,7 @@ SPEC = BackendSpec(
     capabilities=(*_LINEAR, *_MOE),
     probe="omniplat_rocm.probe:probe",
     install='pip install "omniplat[rocm]"',
-    distributions=(_TORCH, _AITER),
+    distributions=(_TORCH, _TRITON, _AITER),
     quirks=(
         Quirk(
             ("gemm_a4w4*",),

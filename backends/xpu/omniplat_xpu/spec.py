@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from omniplat.backend import BackendSpec, NotSupported, Quirk
 from omniplat.capability import Capability, ShapeRule, multiples
+from omniplat.portable.decoded import DECODED_WEIGHTS
 
 _TORCH = "torch>=2.6"
+_TRITON = "triton>=3.2"
 #: The release whose operators were looked at; they take every argument by position and have no defaults.
 _KERNELS = "vllm-xpu-kernels>=0.1.16"
 
@@ -21,9 +23,6 @@ _NEAREST_EVEN = ("nearest-even",)
 _MODULES = "omniplat_xpu.kernels"
 #: The sources that kernels and emulation were written from.
 _SOURCE = "https://github.com/vllm-project/vllm-xpu-kernels/blob/4543b580fecca68a7dd54ddaf6e444dc5f11a6a4"
-_INTEGERS = ("int[2-8]-channel", "int[2-8]-g*", "uint[2-8]-channel", "uint[2-8]-g*")
-_WEIGHT_ONLY = (*_INTEGERS, "fp8-tensor", "fp8-channel", "fp8-g*", "fp8-block*", "mxfp8", "mxfp4", "nvfp4", "nf4-b*",
-                "fp4bnb-b*")  # fmt: skip
 #: Groups of the int4 GEMM are multiples of 32; those of the grouped GEMM end at 256.
 _INT4 = ("int4-g32", "int4-g64", "int4-g128", "int4-g256")
 _INT4_LONG = ("int4-g512", "int4-g1024")
@@ -166,12 +165,13 @@ _LINEAR = (
     Capability(
         "portable_linear",
         "linear",
-        _WEIGHT_ONLY,
+        DECODED_WEIGHTS,
         ("a16",),
         executes="a16",
         dtypes=_HALF,
-        requires=(_TORCH,),
+        requires=(_TORCH, _TRITON),
         priority=5,
+        impl="omniplat.portable.weight_only:PortableLinear",
     ),
 )
 
@@ -205,12 +205,13 @@ _MOE = (
     Capability(
         "portable_moe",
         "moe",
-        _WEIGHT_ONLY,
+        DECODED_WEIGHTS,
         ("a16",),
         executes="a16",
         dtypes=_HALF,
-        requires=(_TORCH,),
+        requires=(_TORCH, _TRITON),
         priority=5,
+        impl="omniplat.portable.weight_only_experts:PortableExperts",
     ),
 )
 
@@ -221,7 +222,7 @@ SPEC = BackendSpec(
     capabilities=(*_LINEAR, *_MOE),
     probe="omniplat_xpu.probe:probe",
     install='pip install "omniplat[xpu]"',
-    distributions=(_TORCH, _KERNELS),
+    distributions=(_TORCH, _TRITON, _KERNELS),
     quirks=(
         Quirk(
             ("fp8_gemm_block", "fp8_gemm_mx"),
