@@ -11,9 +11,9 @@ import torch
 
 from omniplat.emulation.ascend.dtypes import FP4, element, floating
 from omniplat.emulation.ascend.layout import is_nz, is_transposed, require_matrix
-from omniplat.emulation.ascend.mx import e8m0_values, fp4_values
 from omniplat.emulation.ascend.quantize import SCALE_MASK, unpack_int4
 from omniplat.emulation.core import Emulation
+from omniplat.emulation.microscaling import e2m1_values, e8m0_values, unpack_nibbles
 
 _HALF = (torch.float16, torch.bfloat16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -177,7 +177,7 @@ def codes_of(emulation: Emulation, op: str, name: str, tensor: torch.Tensor, fmt
     """f32 values of fp8 codes, or of packed fp4 whose packed axis is the last one in memory."""
     if fmt == FP4:
         emulation.require(op, tensor.dtype in _BYTES, f"{name} is {tensor.dtype}: packed fp4 lies in bytes")
-        return fp4_values(tensor)
+        return e2m1_values(unpack_nibbles(tensor))
     emulation.require(op, fmt in _FP8 and tensor.dtype == fmt, f"{name} is {tensor.dtype}, called {fmt}")
     return tensor.to(torch.float32)
 

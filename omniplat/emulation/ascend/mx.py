@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from omniplat.emulation.ascend.dtypes import FP4, element
 from omniplat.emulation.core import Emulation
+from omniplat.emulation.microscaling import E2M1, MIDPOINTS, e8m0_values, pack_nibbles
 
 _BLOCK = 32
 _DUAL_BLOCK = 512
@@ -36,9 +37,6 @@ _FORMATS: dict[torch.dtype | str, _Format] = {
 }
 #: fp32(1/6), by which the dual level's first scale is derived.
 _SIXTH_BITS = 0x3E2AAAAB
-#: Halfway between neighbouring magnitudes of fp4.
-_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 #: What is added to a bf16 maximum so that its exponent carries: above a mantissa of 1.5, or of 1.75.
 _CARRY = {0.0: 0x3F, 6.0: 0x3F, 7.0: 0x1F}
 
@@ -52,45 +50,23 @@ def split_last(tensor: torch.Tensor, size: int) -> torch.Tensor:
     return tensor.reshape(*tensor.shape[:-1], tensor.shape[-1] // size, size)
 
 
-def e8m0_values(scale: torch.Tensor) -> torch.Tensor:
-    """f32 values of e8m0 bytes: 2^(b - 127), NaN for 255."""
-    bits = scale.view(torch.uint8).to(torch.int32)
-    values = bits << 23
-    values = torch.where(bits == 0, torch.full_like(values, 1 << 22), values)  # 2^-127 is subnormal
-    values = torch.where(bits == _NAN_BYTE, torch.full_like(values, 0x7FC00000), values)
-    return values.view(torch.float32)
-
-
 def fp4_codes(values: torch.Tensor, round_mode: str) -> torch.Tensor:
     """uint8 codes of fp4 for f32 `values`: rint is to even, round half away from zero, floor towards minus infinity."""
-    magnitude = values.abs().clamp(max=6.0).contiguous()
+    magnitude = values.abs().clamp(max=E2M1[-1]).contiguous()
     negative = torch.signbit(values)
-    middle = torch.tensor(_MIDPOINTS)
+    middle = torch.tensor(MIDPOINTS)
     if round_mode == "rint":
         below = torch.bucketize(magnitude, middle)
         # bucketize sends a tie down; where the code below is odd, even is up
-        tie = magnitude == middle[below.clamp(max=len(_MIDPOINTS) - 1)]
+        tie = magnitude == middle[below.clamp(max=len(MIDPOINTS) - 1)]
         code = below + (tie & (below % 2 == 1)).to(below.dtype)
     elif round_mode == "round":
         code = torch.bucketize(magnitude, middle, right=True)
     else:
-        numbers = torch.tensor(_MAGNITUDES)
+        numbers = torch.tensor(E2M1)
         down = torch.bucketize(magnitude, numbers, right=True) - 1
         code = torch.where(negative, torch.bucketize(magnitude, numbers), down)
     return (code | (negative.to(code.dtype) << 3)).to(torch.uint8)
-
-
-def pack_fp4(codes: torch.Tensor) -> torch.Tensor:
-    """Two codes a byte, the even one in the low nibble: [..., K] to [..., K/2]."""
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
-
-
-def fp4_values(packed: torch.Tensor) -> torch.Tensor:
-    """f32 [..., K] of packed codes [..., K/2]."""
-    data = packed.contiguous().view(torch.uint8)
-    codes = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2).to(torch.int64)
-    magnitudes = torch.tensor(_MAGNITUDES)[codes & 7]
-    return torch.where(codes >= 8, -magnitudes, magnitudes)
 
 
 def _exponent(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,7 +105,7 @@ def mx_quantize(
     scaled = (tiles / e8m0_values(scale).unsqueeze(-1)).flatten(-2)[..., :columns]
     padded = split_last(F.pad(scale, (0, scale.shape[-1] % 2)), 2)
     if fmt == FP4:
-        return pack_fp4(fp4_codes(scaled, round_mode)), padded
+        return pack_nibbles(fp4_codes(scaled, round_mode)), padded
     assert isinstance(fmt, torch.dtype)
     largest = _FORMATS[fmt].largest
     return scaled.clamp(-largest, largest).to(fmt), padded

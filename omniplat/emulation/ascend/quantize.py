@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 
 from omniplat.emulation.ascend.dtypes import FP4, INT4, element
-from omniplat.emulation.ascend.mx import fp4_codes, fp4_values, pack_fp4, split_last
+from omniplat.emulation.ascend.mx import fp4_codes, split_last
 from omniplat.emulation.core import Emulation
+from omniplat.emulation.microscaling import e2m1_values, pack_nibbles
 
 #: Bits of a scale that the fixed-point dequantization unit keeps: the lowest 13 of an f32 are dropped.
 SCALE_MASK = 0xFFFFE000 - (1 << 32)
@@ -137,7 +138,7 @@ def convert_weight_to_int4pack(emulation: Emulation, weight: torch.Tensor, inner
     if weight.dtype == torch.float32:
         emulation.require(op, emulation.arch == "a5", "float32 values are for a5")
         codes = fp4_codes(weight, "rint")
-        emulation.require(op, torch.equal(fp4_values(pack_fp4(codes)), weight), "a value is none of fp4's")
+        emulation.require(op, torch.equal(e2m1_values(codes), weight), "a value is none of fp4's")
         return pack_int4(codes).view(torch.float32)
     emulation.require(op, weight.dtype == torch.int32, f"the weight is {weight.dtype}")
     low, high = (int(v) for v in torch.aminmax(weight)) if weight.numel() else (0, 0)
@@ -153,7 +154,7 @@ def dtype_cast(emulation: Emulation, input: torch.Tensor, dtype: int, input_dtyp
         raise NotImplementedError(f"{op}: input_dtype is not emulated")
     if fmt == FP4:
         emulation.require(op, emulation.arch == "a5", "fp4 is for a5")
-        return pack_fp4(fp4_codes(input.to(torch.float32), "rint"))
+        return pack_nibbles(fp4_codes(input.to(torch.float32), "rint"))
     emulation.require(op, isinstance(fmt, torch.dtype), f"dtype {dtype} is not possible")
     assert isinstance(fmt, torch.dtype)
     return input.to(fmt)
