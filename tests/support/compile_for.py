@@ -52,7 +52,7 @@ class Compiles:
 
 def main(arch: str, weight_ids: list[str]) -> None:
     triton.runtime.driver.set_active(Target(arch))
-    kernels = {name: Compiles(getattr(weight_only_triton, name)) for name in ("_few_tokens", "_many_tokens")}
+    kernels = {name: Compiles(getattr(weight_only_triton, name)) for name in ("few_tokens", "many_tokens")}
     for name, kernel in kernels.items():
         setattr(weight_only_triton, name, kernel)
     for weight_id, dtype, tokens in product(weight_ids, DTYPES.values(), TOKENS):
@@ -66,7 +66,7 @@ def main(arch: str, weight_ids: list[str]) -> None:
         tile = weight_only_triton.tile_of(tokens, weight_only_triton.folds(form, dtype))
         y = torch.empty(tokens, OUT, dtype=dtype, device="meta")
         weight_only_triton.weight_only_product(x, words, table, scale, zero, row_scale, None, y, form, tile)
-        code = kernels["_few_tokens" if tile.slices else "_many_tokens"].compiled[-1].asm["hsaco"]
+        code = kernels["few_tokens" if tile.slices else "many_tokens"].compiled[-1].asm["hsaco"]
         print(weight_id, dtype, tokens, len(code), flush=True)
 
 
