@@ -159,7 +159,7 @@ class LayerPlanner:
         self._note_refused(layer, outcome, spans)
         trace = _trace(outcome, target.spec)
         if outcome.chosen is None:
-            self._notes[_NO_KERNEL, _unsupported(spec, target)] += [m.name for m in modules]
+            self._notes[_NO_KERNEL, _unsupported(layer, target)] += [m.name for m in modules]
             return _Answer("unsupported", trace=trace)
         if parallel_problem:
             return _Answer("unsupported", trace=trace)
@@ -170,7 +170,8 @@ class LayerPlanner:
             )
         decision = outcome.chosen.decision
         assert isinstance(decision, Accepted)
-        self._note_activation(spec, decision, outcome.chosen.capability, modules)
+        self._note_activation(layer, decision, outcome.chosen.capability)
+        self._note_growth(layer, outcome.chosen.capability)
         self._note_quirks(outcome.chosen.capability, modules)
         return _Answer(
             status,
@@ -273,24 +274,34 @@ class LayerPlanner:
         larger = int(stored * capability.resident)
         via = f" via {capability.via}" if capability.via else ""
         message = (
-            f"--prefer speed would run {layer.spec.scheme.id} on {capability.name}{via} as {faster.decision.executes}, "
+            f"--prefer speed would run {_ids(layer)} on {capability.name}{via} as {faster.decision.executes}, "
             f"in {larger / max(resident, 1):.2g} times the memory"
         )
         self._notes["faster-option", message] += [module.name for module in layer.modules]
 
-    def _note_activation(
-        self, spec: LayerSpec, decision: Accepted, capability: Capability, modules: Sequence[ResolvedModule]
-    ) -> None:
-        declared, executed = spec.scheme.activation_id, decision.executes.partition("/")[2]
-        names = [module.name for module in modules]
-        code = _ACTIVATION_NOTES.get(compare_activation(declared, executed), "")
-        if code:
-            self._notes[code, f"declared {spec.scheme.id}, executes {decision.executes}"] += names
+    def _note_activation(self, layer: PackedLayer, decision: Accepted, capability: Capability) -> None:
+        for scheme, modules in _by_scheme(layer):
+            declared, executed = scheme.activation_id, capability.executes or scheme.activation_id
+            code = _ACTIVATION_NOTES.get(compare_activation(declared, executed), "")
+            if code:
+                message = f"declared {scheme.id}, executes {scheme.weight_id}/{executed}"
+                self._notes[code, message] += [module.name for module in modules]
         if decision.instead:
             first = (*capability.scale_rules[:1], *capability.roundings[:1], capability.scale_format)
             own = ", ".join(filter(None, first))
-            message = f"declared {spec.scheme.id} with {decision.instead}, {capability.name} quantizes by {own}"
-            self._notes["activation-regrouped", message] += names
+            message = f"declared {_ids(layer)} with {decision.instead}, {capability.name} quantizes by {own}"
+            self._notes["activation-regrouped", message] += [module.name for module in layer.modules]
+
+    def _note_growth(self, layer: PackedLayer, capability: Capability) -> None:
+        """A preference for memory that nothing here can follow."""
+        if capability.resident <= 1.0 or self._target.policy.prefer != "memory":
+            return
+        form = f", as {capability.via}" if capability.via else ""
+        message = (
+            f"{self._target.device} has no kernel that runs {_ids(layer)} in the size it is stored in: "
+            f"{capability.name} keeps it in {capability.resident:.2g} times that{form}"
+        )
+        self._notes["known-quirk", message] += [module.name for module in layer.modules]
 
     def _note_quirks(self, capability: Capability, modules: Sequence[ResolvedModule]) -> None:
         for quirk in self._target.spec.quirks:
@@ -306,9 +317,22 @@ class LayerPlanner:
         ]
 
 
-def _unsupported(spec: LayerSpec, target: Target) -> str:
-    message = f"{target.device} has no kernel for {spec.op} with {spec.scheme.id}"
-    if spec.scheme.weight.block == (1, 1):
+def _by_scheme(layer: PackedLayer) -> list[tuple[Scheme, Sequence[ResolvedModule]]]:
+    """A layer's schemes and the modules of each: two of experts whose w2 has another than w13."""
+    second = layer.spec.moe.w2_scheme if layer.spec.moe is not None else None
+    if second is None:
+        return [(layer.spec.scheme, layer.modules)]
+    w13, w2 = ([part.module for group in groups for part in group] for groups in (layer.w13, layer.w2))
+    return [(layer.spec.scheme, w13), (second, w2)]
+
+
+def _ids(layer: PackedLayer) -> str:
+    return "+".join(scheme.id for scheme, _ in _by_scheme(layer))
+
+
+def _unsupported(layer: PackedLayer, target: Target) -> str:
+    message = f"{target.device} has no kernel for {layer.spec.op} with {_ids(layer)}"
+    if any(scheme.weight.block == (1, 1) for scheme, _ in _by_scheme(layer)):
         message += ": weights of several rows share a scale, and by rows that is a scale for each weight"
     return message
 

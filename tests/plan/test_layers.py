@@ -151,15 +151,54 @@ def test_experts_are_one_layer(tmp_path: Path) -> None:
 
 
 def test_w13_and_w2_may_differ(tmp_path: Path) -> None:
-    tensors = experts(0) | {}
-    for index in range(4):
-        down = f"model.layers.0.mlp.experts.{index}.down_proj"
-        tensors = {k: v for k, v in tensors.items() if not k.startswith(down)} | mxfp8(down, 128, 64)
-    plan = plan_of(tmp_path, {**MX, "extra_config": {".*down_proj": {"bits": 8}}}, tensors, config=MOE)
+    settings = {**MX, "extra_config": {".*down_proj": {"bits": 8}}}
+    plan = plan_of(tmp_path, settings, w4_and_w8_experts(), config=MOE)
     assert moe_layer(plan).stored == "mxfp4+mxfp8"
     assert moe_layer(plan).status == "ok"
     assert moe_layer(plan).executes == "mxfp4/a16+mxfp8/a16"
     assert plan.summary.by_scheme == {"mxfp4/a16+mxfp8/a16": 1}
+
+
+W4A4 = {**MX, "act_bits": 4, "act_data_type": "mx_fp", "act_dynamic": True}
+
+
+def w4_and_w8_experts() -> dict[str, Any]:
+    tensors = {k: v for k, v in experts(0).items() if ".down_proj." not in k}
+    for index in range(4):
+        tensors |= mxfp8(f"model.layers.0.mlp.experts.{index}.down_proj", 128, 64)
+    return tensors
+
+
+def test_what_w2_executes_instead_is_noted_like_that_of_w13(tmp_path: Path) -> None:
+    down = {".*down_proj": {"bits": 8, "act_bits": 8}}
+    plan = plan_of(tmp_path, {**W4A4, "extra_config": down}, w4_and_w8_experts(), "cuda:sm90", config=MOE)
+    assert moe_layer(plan).executes == "mxfp4/a16+mxfp8/a16"
+    noted = {module: item for item in plan.findings if item.code == "weight-only" for module in item.modules}
+    assert noted.keys() == set(moe_layer(plan).modules)
+    for module, item in noted.items():
+        assert item.message.endswith("mxfp8/a16" if module.endswith("down_proj") else "mxfp4/a16")
+
+
+def test_both_schemes_of_experts_that_nothing_runs_are_named(tmp_path: Path) -> None:
+    down = {".*down_proj": {"bits": 8, "act_bits": 8}}
+    plan = plan_of(tmp_path, {**W4A4, "extra_config": down}, w4_and_w8_experts(), "npu:a5", config=MOE)
+    (refused,) = [item for item in plan.findings if item.code == "unsupported-combination"]
+    assert f"{moe_layer(plan).declared}" in refused.message
+    assert refused.modules_total == 12
+
+
+@pytest.mark.parametrize("prefer", ["memory", "speed"])
+@pytest.mark.parametrize(
+    "device", ["npu:a2", "npu:a3", "npu:a5", "rocm:gfx942", "rocm:gfx950", "cuda:sm89", "cuda:sm90"]
+)
+def test_what_takes_more_than_it_is_stored_in_is_said(tmp_path: Path, device: str, prefer: str) -> None:
+    """Not where speed was asked for: the caller took it into account."""
+    plan = plan_of(tmp_path, W4A4, experts(0), device, config=MOE, prefer=prefer)
+    grown = {layer.name for layer in plan.layers if layer.resident_bytes > layer.stored_bytes}
+    noted = [item for item in plan.findings if "in the size it is stored in" in item.message]
+    assert bool(noted) == bool(grown and prefer == "memory")
+    if device == "npu:a2":
+        assert grown, "its kernels know no MX: there is no other way"
 
 
 @pytest.mark.parametrize("declared", [None, MX, {"quant_method": "fp8"}])
