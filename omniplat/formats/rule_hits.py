@@ -19,7 +19,8 @@ class RuleHits:
 
     A rule that names nothing in the checkpoint's names is asked once more in engines' names, then in other spellings
     (`aliases.py`). There it names only what `agrees` says is stored as the rule declares: another name is a guess at
-    what was meant, and the tensors confirm it or there is none. `respelled` collects those modules by the rule's list.
+    what was meant, and the tensors confirm it or there is none. `respelled` collects, by the rule's list, modules of
+    rules in other spellings, and of rules in an engine's names that leave out modules of which others are quantized.
     """
 
     def __init__(self, index: ModuleIndex, aliases: Aliases, agrees: Callable[[str, Declared], bool]) -> None:
@@ -47,7 +48,12 @@ class RuleHits:
             return frozenset(name for name in names.hits(matcher) if self._agrees(name, rule.declared))
 
         found = {key: confirmed(self._aliases.engine, matcher) for key, matcher in matchers.items()}
-        if not any(found.values()):
+        if any(found.values()):
+            if not rule.declared.quantizes:
+                named = {name for matcher in matchers.values() for name in self._aliases.engine.hits(matcher)}
+                if named != set().union(*found.values()):
+                    self.respelled[rule.kind] |= named
+        else:
             found = {key: confirmed(self._aliases.spelled, matcher) for key, matcher in matchers.items()}
             if any(found.values()):
                 self.respelled[rule.kind].update(*found.values())

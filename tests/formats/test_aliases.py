@@ -98,6 +98,22 @@ def test_what_is_stored_decides_on_an_engines_name(tmp_path: Path, dialect: str,
     assert "bf16/a16" not in schemes(found).values()
 
 
+@pytest.mark.parametrize("part", [Q, K, V])
+@pytest.mark.parametrize(("dialect", "entry"), WRITTEN)
+def test_parts_that_an_engines_name_leaves_out_and_that_are_quantized_are_said(
+    tmp_path: Path, dialect: str, entry: str, part: str
+) -> None:
+    config, quantized, _, _ = DIALECTS[dialect]
+    tensors = {f"{part}.weight": bf16(64, 64)}
+    for name in {Q, K, V, DOWN} - {part}:
+        tensors |= quantized(name)
+    found = resolve(tmp_path, config(entry), tensors)
+    assert [m.name for m in found.modules if m.status == "unquantized"] == [part]
+    said = [item for item in found.findings if item.code == "rule-readings-differ"]
+    assert {name for item in said for name in item.modules} == {Q, K, V}
+    assert {item.severity for item in found.findings} == {"warning"}
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_an_engines_name_that_is_the_checkpoints_is_not_expanded(tmp_path: Path, dialect: str) -> None:
     """qkv_proj lies fused on disk in one block, and apart in another."""
