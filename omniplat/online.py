@@ -175,6 +175,15 @@ def ignored_by(
         raise UsageError(f"ignored_layers: {pattern!r} is no regular expression: {exc}") from exc
 
 
+def no_leading_blocks(method: Method, where: str) -> UsageError:
+    """The error for a model whose transformer blocks are not recognised. Also where their number is the default: that
+    they stay is what the method promises, and everything would be quantized without a word."""
+    return UsageError(
+        f"{method.name} leaves the first {method.leading_blocks} transformer blocks in 16 bit, and none are recognised "
+        f"{where}: num_bf16_fallback_layers=0 quantizes all, and ignored_layers names what stays"
+    )
+
+
 def _value(method: str, key: str, value: object, option: Option) -> Any:
     if value is None or value == option.default:
         return option.default

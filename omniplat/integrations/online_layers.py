@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from omniplat.errors import UsageError
 from omniplat.integrations.vllm_names import EngineLayers
 from omniplat.models.advice import why_sensitive
-from omniplat.online import Method, ignored_by
+from omniplat.online import Method, ignored_by, no_leading_blocks
 from omniplat.packed import PackedLayer, Part
 from omniplat.planner import PlannedLayer
 from omniplat.scheme import Scheme
@@ -43,7 +43,8 @@ class OnlineChoice:
 
 def choose_online(method: Method, layers: EngineLayers) -> OnlineChoice:
     """Apply a method's options and what is known of sensitive layers to a component. Raises UsageError for an entry of
-    `ignored_layers` that names nothing, and for options that no engine can honour."""
+    `ignored_layers` that names nothing, for leading blocks that are not recognised, and for options that no engine can
+    honour."""
     if method.input_scales:
         raise UsageError(f"{method.name}: static input scales cannot be given to an engine")
     component = layers.component.name
@@ -55,6 +56,8 @@ def choose_online(method: Method, layers: EngineLayers) -> OnlineChoice:
         if not hits:
             raise UsageError(f"ignored_layers: {entry!r} names no layer of the checkpoint")
         kept |= dict.fromkeys(hits, f"ignored_layers[{entry!r}]")
+    if method.leading_blocks and not any(_BLOCK.match(name) for name in names):
+        raise no_leading_blocks(method, f"in {component or 'the model'}")
     for name in names:
         block = _BLOCK.match(name)
         if block is not None and int(block[1]) < method.leading_blocks:

@@ -139,20 +139,22 @@ class Arrivals:
         #: What the slots will hold.
         self.values: dict[str, torch.Tensor] = {}
 
-    def take(self, name: str, tensor: torch.Tensor) -> None:
-        """One tensor, under the model's name for it. Raises UsageError where it has no place or does not fit,
-        InvalidCheckpointError for what cannot be quantized."""
+    def take(self, name: str, tensor: torch.Tensor) -> bool:
+        """One tensor, under the model's name for it; True when it was the last one of a layer.
+
+        Raises UsageError where it has no place or does not fit, InvalidCheckpointError for what cannot be quantized.
+        """
         owner, _, leaf = name.rpartition(".")
         key = expert_key(name)
         if owner in self._finished or (key is not None and key.experts in self._finished):
             raise InvalidCheckpointError("is there twice, or the model has no such parameter", key=name)
         if owner in self._open:
             self._open[owner].take(leaf, tensor)
-            self._finish(owner)
-        elif key is not None and key.experts in self._open:
+            return self._finish(owner)
+        if key is not None and key.experts in self._open:
             self._open[key.experts].take_expert(key, tensor)
-            self._finish(key.experts)
-        elif key is not None and key.experts in self._stacks:
+            return self._finish(key.experts)
+        if key is not None and key.experts in self._stacks:
             self._stack(key, tensor)
         elif problem := self._slots.misfit(name, tuple(tensor.shape)):
             raise UsageError(problem)
@@ -161,6 +163,7 @@ class Arrivals:
         else:
             # a copy: what arrives may be a view of something larger, or be reused for the next tensor
             self.values[name] = self._slots.converted(name, tensor.detach().clone(), self._device)
+        return False
 
     def problems(self) -> list[str]:
         """What is missing at the end."""
@@ -171,10 +174,12 @@ class Arrivals:
                 missing.append(f"{name}: not all experts came")
         return missing + self._slots.unfilled(self.values)
 
-    def _finish(self, name: str) -> None:
-        if self._open[name].complete:
-            self._finished.add(name)
-            self._done(name, self._open.pop(name))
+    def _finish(self, name: str) -> bool:
+        if not self._open[name].complete:
+            return False
+        self._finished.add(name)
+        self._done(name, self._open.pop(name))
+        return True
 
     def _stack(self, key: ExpertKey, tensor: torch.Tensor) -> None:
         """One expert of a stack that stays: its rows of the model's tensor."""

@@ -154,6 +154,7 @@ class _Making:
                 if tensor is not None:
                     layer.take(leaf, tensor)
             self._finish(verdict.name, layer)
+            release_freed()
         for _, verdict in self._quantized:
             self._put(verdict, keep=keep)
 
@@ -171,8 +172,10 @@ class _Making:
         }
         arrivals = Arrivals(layers, slots, stacks, self._device, self._finish)
         for name, tensor in arriving_tensors(weights, model, survey.places, key_mapping):
-            arrivals.take(name, tensor)
-            del tensor  # not to be held while the next one is made
+            is_finished = arrivals.take(name, tensor)
+            del tensor  # not to be held while memory is given back and the next one is made
+            if is_finished:
+                release_freed()
         slots.tie(arrivals.values)
         require_none("model and weights do not fit", arrivals.problems())
         for _, verdict in self._quantized:
@@ -198,7 +201,6 @@ class _Making:
         if self._offload is not None:
             self._offload.move(name, made)
         self._made[name] = made
-        release_freed()
 
     def _put(self, verdict: Verdict, *, keep: bool) -> None:
         made, place = self._made[verdict.name], verdict.place

@@ -39,7 +39,9 @@ def arriving_tensors(
     else:
         names = Names(places, (), renames_of(model, None, key_mapping))
         pairs = iter(source)
-    for name, tensor in pairs:
+
+    def named(pair: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
+        name, tensor = pair
         renamed = names.tensor(name)
         key = expert_key(renamed)
         is_expert = key is not None and key.experts in places and holds_stacks(places[key.experts].module)
@@ -47,8 +49,10 @@ def arriving_tensors(
         conversion = names.conversion(owner) if leaf == "weight" and not is_expert else ""
         if conversion:
             raise UsageError(f"{name}: transformers converts it ({conversion}), which is not done here")
-        yield renamed, tensor
-        del tensor  # not to be held while the next one is made
+        return renamed, tensor
+
+    # no generator: its frame would hold the tensor while it is used, and memory be given back too early
+    return map(named, pairs)
 
 
 def _names(
@@ -72,7 +76,10 @@ def _infos(folder: str | os.PathLike[str]) -> dict[str, TensorInfo]:
 def _read(folder: str | os.PathLike[str], tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, torch.Tensor]]:
     reader = ShardReader(open_checkpoint(folder).components[0].root)
     for name, info in tensors.items():
-        tensor = to_tensor(reader.read(info))
-        reader.close()  # pages of a mapped file count as memory until it is let go of
-        yield name, tensor
-        del tensor
+        yield name, _read_one(reader, info)
+
+
+def _read_one(reader: ShardReader, info: TensorInfo) -> torch.Tensor:
+    tensor = to_tensor(reader.read(info))
+    reader.close()  # pages of a mapped file count as memory until it is let go of
+    return tensor

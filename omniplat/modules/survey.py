@@ -16,7 +16,7 @@ from omniplat.models.advice import FLOAT_COMPONENT_REASON, FLOAT_COMPONENTS, is_
 from omniplat.modules.experts import ExpertsForm, experts_form, holds_stacks
 from omniplat.modules.layers import ModelExperts, ModelLinear
 from omniplat.modules.places import WRAPPED, Place, places_of, plain_name, require_none, why_not, why_not_below
-from omniplat.online import Method, Routing, ignored_by
+from omniplat.online import Method, Routing, ignored_by, no_leading_blocks
 from omniplat.packing import family_of
 from omniplat.registry import MODELS, Registry
 
@@ -109,6 +109,7 @@ class Survey:
         self._calibrated = calibrated
         self.places = all_places(model)
         self._routing = routing
+        self._is_pipeline = not isinstance(model, nn.Module)
         self._whole = config_of(model) if isinstance(model, nn.Module) else {"_class_name": type(model).__name__}
         self._models = self._diffusion_models(model)
         self._families = [family for name in registry.names(MODELS) for family in registry.load(MODELS, name)]
@@ -121,6 +122,7 @@ class Survey:
         }
         self._require_fresh()
         self._require_components()
+        self._blocks = self._transformer_blocks()
         self._kept = self._leading_blocks()
         self._ignored = self._ignored_layers()
 
@@ -130,6 +132,7 @@ class Survey:
         problems = [f"{v.place.name}: {why}" for v in found if v.method is not None and (why := self._problem(v))]
         require_none("cannot be quantized; ignored_layers leaves them out", problems)
         self._require_some(found)
+        self._require_blocks(found)
         self._require_scales(found)
         return found
 
@@ -224,6 +227,13 @@ class Survey:
             reasons = "; ".join(f"{count} x {text}" for text, count in Counter(v.reason for v in own).most_common(4))
             raise UsageError(f"{label} has nothing for {method.name} to quantize: {reasons}")
 
+    def _require_blocks(self, found: list[Verdict]) -> None:
+        """A method that leaves leading blocks alone sees blocks: all would be quantized without a word otherwise."""
+        for verdict in found:
+            method = verdict.method
+            if method is not None and method.leading_blocks and self._group(verdict.name) not in self._blocks:
+                raise no_leading_blocks(method, f"around {verdict.name}")
+
     def _require_scales(self, found: list[Verdict]) -> None:
         """Static scales belong to layers and are positive."""
         for component, method in ((None, self._routing.default), *self._routing.components.items()):
@@ -253,19 +263,27 @@ class Survey:
                 return self._models[prefix], ".".join(parts[end:])
         return self._whole, name
 
-    def _leading_blocks(self) -> frozenset[str]:
-        """Modules of the blocks that a method leaves alone because they come first."""
-        blocks: dict[str | None, dict[str, None]] = {}
+    def _group(self, name: str) -> tuple[str | None, str]:
+        """What has leading blocks of its own: each part of a pipeline, under each named prefix."""
+        return self._routing.component_of(name), name.partition(".")[0] if self._is_pipeline else ""
+
+    def _transformer_blocks(self) -> dict[tuple[str | None, str], list[str]]:
+        """The transformer blocks of every group, in the model's order."""
+        blocks: dict[tuple[str | None, str], dict[str, None]] = {}
         for name in self.places:
             if match := _BLOCK.match(name):
-                blocks.setdefault(self._routing.component_of(name), {})[match[1]] = None
-        leading = {
-            block
-            for component, found in blocks.items()
-            if (method := self._routing.default if component is None else self._routing.components[component])
-            for block in list(found)[: method.leading_blocks]
-        }
-        return frozenset(n for n in self.places if (match := _BLOCK.match(n)) and match[1] in leading)
+                blocks.setdefault(self._group(name), {})[match[1]] = None
+        return {group: list(found) for group, found in blocks.items()}
+
+    def _leading_blocks(self) -> frozenset[str]:
+        """Modules of the blocks that a method leaves alone because they come first."""
+        kept: set[str] = set()
+        for name in self.places:
+            method, match = self._routing.of(name), _BLOCK.match(name)
+            if method is not None and match:
+                leading = self._blocks[self._group(name)][: method.leading_blocks]
+                kept |= {name} if match[1] in leading else set()
+        return frozenset(kept)
 
     def _ignored_layers(self) -> dict[str, str]:
         """Module -> the entry that names it. An entry that names nothing is an error."""

@@ -52,7 +52,8 @@ def quantize_activation(
         raise UsageError(f"{activation_id(quant)} needs {needed}")
     scale = _leading(input_scale, values.ndim)
     zero = None if input_zero_point is None or quant.symmetric else _leading(input_zero_point, values.ndim)
-    return _apply(values, Grid(scale, scale, zero), quant)[1]
+    grid = Grid(scale, scale, zero)
+    return _represented(_round(values, grid, quant), grid)
 
 
 def quantize_weight(w: Array, quant: TensorQuant, *, extremes: tuple[float, float] | None = None) -> CanonicalWeight:
@@ -84,8 +85,8 @@ def quantize_weight(w: Array, quant: TensorQuant, *, extremes: tuple[float, floa
 
     tiles, axes = _tile(values, quant, per_matrix=True)
     grid = _fit(tiles, axes, quant, global_scale, extremes if quant.granularity == "tensor" else None)
-    code_values, _ = _apply(tiles, grid, quant)
-    tensors["codes"] = encode(_untile(code_values, quant, values.shape), quant.element, quant.rounding)
+    code_values = _untile(_round(tiles, grid, quant), quant, values.shape)
+    tensors["codes"] = encode(code_values, quant.element, quant.rounding)
     tensors["scale"] = _stored(grid.stored, quant, (*lead, n))
     if grid.zero_point is not None:
         tensors["zero_point"] = _stored(grid.zero_point.astype(np.int16), quant, (*lead, n))
@@ -171,8 +172,8 @@ def _fit(
     return float_grid(low, high, quant)
 
 
-def _apply(tiles: Array, grid: Grid, quant: TensorQuant) -> tuple[Float64, Float64]:
-    """Codes' values and what they stand for, both float64 in the tiles' shape."""
+def _round(tiles: Array, grid: Grid, quant: TensorQuant) -> Float64:
+    """The values of the codes, before any scale: float64 in the tiles' shape."""
     safe = np.where(grid.scale == 0, np.float32(1), grid.scale).astype(grid.scale.dtype)
     if quant.scale_rule == "absmax-reciprocal":
         scaled = tiles * (np.float32(1) / safe if grid.inverse is None else grid.inverse)
@@ -186,8 +187,14 @@ def _apply(tiles: Array, grid: Grid, quant: TensorQuant) -> tuple[Float64, Float
     if quant.is_integer and quant.scale_format == "e8m0":
         # MXINT is symmetric: -2^(bits-1) is not used (auto-round clamps at 1.75 and 1.984375)
         codes = np.maximum(codes, -element_max(quant.element))
+    return codes
+
+
+def _represented(codes: Float64, grid: Grid) -> Float64:
+    """What values of codes stand for: float64, same shape."""
     offset = 0.0 if grid.zero_point is None else grid.zero_point.astype(np.float64)
-    return codes, (codes - offset) * grid.scale.astype(np.float64)
+    represented: Float64 = (codes - offset) * grid.scale.astype(np.float64)
+    return represented
 
 
 def _fake(values: Array, quant: TensorQuant, input_global_scale: Array | float | None) -> Float64:
@@ -198,7 +205,8 @@ def _fake(values: Array, quant: TensorQuant, input_global_scale: Array | float |
         else:
             global_scale = _leading(input_global_scale, values.ndim + 1, np.asarray(input_global_scale).dtype)
     tiles, axes = _tile(values, quant, per_matrix=False)
-    return _untile(_apply(tiles, _fit(tiles, axes, quant, global_scale), quant)[1], quant, values.shape)
+    grid = _fit(tiles, axes, quant, global_scale)
+    return _untile(_represented(_round(tiles, grid, quant), grid), quant, values.shape)
 
 
 def _leading(quantity: Array | float, ndim: int, dtype: np.dtype[Any] | type = np.float32) -> Array:

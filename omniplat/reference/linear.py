@@ -21,6 +21,9 @@ ROWS_FOR_BF16 = 8
 #: Below this every sum of products of integers is exact in float32, in any order.
 EXACT_FLOAT32 = 1 << 24
 
+#: Codes that are summed at once to learn how large sums get: bounds what that needs beside the weight.
+_SUMMED = 1 << 14
+
 
 def linear(
     x: torch.Tensor,
@@ -147,15 +150,19 @@ def splits_for(codes: torch.Tensor, largest_input: int) -> int:
     """Pieces into which K must be cut so that every sum |x * code| stays below 2^24. `codes` int8 [N, K]."""
     rows, columns = codes.shape
     signed = codes.view(torch.int8)
+    tile = max(_SUMMED // max(columns, 1), 1)
+    # one buffer for all: many small ones would spread over the heap, which then holds more than the weight
+    buffer = torch.empty(tile * columns, dtype=torch.int64)
     for splits in range(1, columns + 1):
         step = -(-columns // splits)
         if step * 128 * largest_input < EXACT_FLOAT32:
             return splits
         worst = 0
-        for start in range(0, rows, 128):
+        for start in range(0, rows, tile):
             for k in range(0, columns, step):
-                sums = signed[start : start + 128, k : k + step].to(torch.int32).abs_().sum(1)
-                worst = max(worst, int(sums.max()))
+                piece = signed[start : start + tile, k : k + step]
+                magnitudes = buffer[: piece.numel()].view(piece.shape).copy_(piece).abs_()
+                worst = max(worst, int(magnitudes.sum(1).max()))
         if worst * largest_input < EXACT_FLOAT32:
             return splits
     return max(columns, 1)

@@ -9,7 +9,7 @@ made, and weights whose pieces are not all there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -24,27 +24,45 @@ from omniplat.layer import LayerSpec
 from omniplat.runtime.assemble import Assembly
 from omniplat.runtime.kernel import LinearKernel, MoeKernel, Workspaces
 from omniplat.runtime.layers import QuantExperts, QuantLinear
+from omniplat.runtime.memory import release_freed
 from omniplat.runtime.tensors import WeightTensors, to_array, to_torch
 from omniplat.scheme import Scheme
 
 #: How a whole weight, [N, K], becomes canonical: runs of its rows, each with the row at which it begins.
 Rounding = Callable[[torch.Tensor, Scheme], Iterator[tuple[int, CanonicalWeight]]]
 
-#: Elements that are rounded at once: bounds what rounding needs beside the weight, a few float64 for each.
-_ELEMENTS = 1 << 16
+#: Elements that are rounded at once: bounds what rounding needs beside the weight, several float64 for each, 1 MiB.
+_ELEMENTS = 1 << 14
+#: Runs after which memory is given back: what rounding frees lies scattered over the holes that weights have left.
+_RUNS_BEFORE_RELEASE = 8
 
 
 def round_to_nearest(weight: torch.Tensor, scheme: Scheme) -> Iterator[tuple[int, CanonicalWeight]]:
-    """`weight`, [N, K] of any floating-point dtype, by the oracle's rules: the codes are those of the whole."""
+    """`weight`, [N, K] of any floating-point dtype, by the oracle's rules: the codes are those of the whole.
+
+    A run has one row at least, or one row of blocks, whose columns are rounded some blocks at a time.
+    """
     rows, columns = weight.shape
-    step = max(_ELEMENTS // columns, 1)
+    step, width = max(_ELEMENTS // columns, 1), columns
     if scheme.weight.granularity == "block":
-        step = max(step - step % scheme.weight.block[0], scheme.weight.block[0])
+        high, wide = scheme.weight.block
+        step = max(step - step % high, high)
+        width = max(_ELEMENTS // step // wide, 1) * wide
     extremes = (float(weight.min()), float(weight.max()))
     for start in range(0, rows, step):
-        some = to_array(weight[start : start + step].cpu().float())
-        made = oracle.quantize_weight(some, scheme.weight, extremes=extremes)
-        yield start, replace(made, scheme=scheme)
+        made = [
+            oracle.quantize_weight(to_array(some.cpu().float()), scheme.weight, extremes=extremes)
+            for some in torch.split(weight[start : start + step], width, dim=1)
+        ]
+        yield start, replace(_side_by_side(made), scheme=scheme)
+
+
+def _side_by_side(made: Sequence[CanonicalWeight]) -> CanonicalWeight:
+    """Weights of the same rows, whose every array has columns, as one."""
+    if len(made) == 1:
+        return made[0]
+    tensors = {role: np.concatenate([part.tensors[role] for part in made], axis=1) for role in made[0].tensors}
+    return replace(made[0], in_features=sum(part.in_features for part in made), tensors=tensors)
 
 
 class Pieces:
@@ -128,8 +146,10 @@ class _Matrices:
         pieces = self._weights[expert, row]
         if not pieces.put(tensor, rows, columns):
             return
-        for start, weight in self._rounding(pieces.take(), self._scheme):
+        for count, (start, weight) in enumerate(self._rounding(pieces.take(), self._scheme), 1):
             self._assembly.put(weight, row + start, module=pieces.name, expert=expert)
+            if count % _RUNS_BEFORE_RELEASE == 0:
+                release_freed()
         self.left -= 1
 
     def put_bias(self, tensor: torch.Tensor, row: int, rows: range | None, expert: int = 0) -> None:

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
-#: What is rounded at a time (float64 of 2^16 elements, several of them), and what the heap cannot give back.
-ALLOWANCE = 14 << 20
+#: What is rounded at a time (1 MiB), what the heap cannot give back, and the plan: whatever the size of a layer is.
+ALLOWANCE = 8 << 20
 
 
 def benchmark() -> ModuleType:
@@ -24,9 +24,14 @@ def benchmark() -> ModuleType:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
-@pytest.mark.parametrize(("method", "how"), [("mxfp8", "arriving"), ("fp8", "offload")])
-def test_peak_is_the_final_size_and_the_largest_layer(method: str, how: str) -> None:
-    layers, width = 64, 768
+@pytest.mark.parametrize(
+    ("method", "how", "layers", "width"),
+    [
+        *(("mxfp8", "arriving", 64, 768), ("int8", "arriving", 64, 768), ("fp8", "offload", 64, 768)),
+        ("int8", "arriving", 6, 2048),  # a layer of 8 MiB needs no larger allowance
+    ],
+)
+def test_peak_is_the_final_size_and_the_largest_layer(method: str, how: str, layers: int, width: int) -> None:
     found = benchmark().measure_apart(method, layers, width, how)
     unquantized, final, layer = layers * found["layer"], found["final"], found["layer"]
     assert found["layer"] == 2 * width**2
@@ -36,4 +41,4 @@ def test_peak_is_the_final_size_and_the_largest_layer(method: str, how: str) -> 
     else:
         assert final <= found["held"] + ALLOWANCE
         assert final <= found["peak"] <= final + layer + ALLOWANCE
-    assert final + layer + ALLOWANCE < 0.8 * unquantized  # so that holding the weights would be seen
+    assert final + layer + ALLOWANCE < unquantized  # so that holding the weights would be seen

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch import nn
 import omniplat
 from omniplat import oracle
 from omniplat.errors import BackendNotInstalledError, UnsupportedCombinationError, UsageError
+from omniplat.integrations.online_layers import choose_online
 from omniplat.modules.layers import ModelExperts, ModelLinear
 from omniplat.online import METHODS, parse_method
 from omniplat.scheme import Scheme
@@ -189,6 +192,60 @@ def test_leading_blocks_stay() -> None:
     assert plan.layer("blocks.4.ffn.net.0").decided_by.rule == "num_bf16_fallback_layers=5"
     with pytest.raises(UsageError, match="18 x num_bf16_fallback_layers=5"):
         omniplat.quantize_model(WanTransformer3DModel(blocks=3), "mxfp4_dualscale", "cpu")
+
+
+def unrecognised(layers: int = 2) -> nn.Module:
+    """A model whose blocks have a name that nobody knows."""
+    model = nn.Module()
+    model.stages = nn.ModuleList(Attention(64) for _ in range(layers))
+    return model
+
+
+@pytest.mark.parametrize("method", ["mxfp4_dualscale", {"method": "mxfp4_dualscale", "num_bf16_fallback_layers": 1}])
+@pytest.mark.parametrize("route", ["", "default", "transformer", "transformer.stages.1"])
+def test_leading_blocks_that_are_not_recognised_are_an_error(method: str | dict[str, Any], route: str) -> None:
+    model: Any = unrecognised()
+    if route:
+        model = Pipeline()
+        model.components["transformer"] = unrecognised()  # beside others, which have blocks
+        model.components["text_encoder"] = WanTransformer3DModel()
+    routing = {route: method} if route else method
+    with pytest.raises(UsageError, match=r"blocks in 16 bit, and none are recognised around .*to_q: num_bf16_fallback"):
+        omniplat.quantize_model(model, routing, "cpu")
+    parts = model.components.values() if route else (model,)
+    assert not any(quantized(part) for part in parts if isinstance(part, nn.Module))
+
+
+def test_an_engine_does_not_pass_over_leading_blocks_either() -> None:
+    def layers(*names: str) -> Any:
+        packed = [SimpleNamespace(modules=[SimpleNamespace(name=name)]) for name in names]
+        return SimpleNamespace(
+            component=SimpleNamespace(name="transformer", config={}),
+            planned_layers=[SimpleNamespace(packed=item) for item in packed],
+            family=SimpleNamespace(parts_of={}),
+        )
+
+    method = parse_method("mxfp4_dualscale")
+    with pytest.raises(UsageError, match="none are recognised in transformer"):
+        choose_online(method, layers("stages.0.to_q", "stages.1.to_q"))
+    assert set(choose_online(method, layers("blocks.0.to_q", "blocks.5.to_q")).kept) == {"blocks.0.to_q"}
+    assert not choose_online(replace(method, leading_blocks=0), layers("stages.0.to_q")).kept
+
+
+def test_no_leading_blocks_need_no_recognition() -> None:
+    model = unrecognised()
+    omniplat.quantize_model(model, {"method": "mxfp4_dualscale", "num_bf16_fallback_layers": 0}, "cpu")
+    assert quantized(model) == {f"stages.{i}.{name}" for i in (0, 1) for name in ("to_q", "to_k", "to_v", "to_out.0")}
+
+
+def test_every_part_of_a_pipeline_has_leading_blocks_of_its_own() -> None:
+    pipeline = Pipeline()
+    pipeline.components = {"text_encoder": WanTransformer3DModel(), **pipeline.components}
+    omniplat.quantize_model(pipeline, {"default": {"method": "mxfp4_dualscale", "num_bf16_fallback_layers": 2}}, "cpu")
+    for name in ("transformer", "transformer_2"):
+        part = pipeline.components[name]
+        assert isinstance(part, nn.Module)
+        assert quantized(part) == of_blocks(2)
 
 
 @pytest.mark.parametrize(

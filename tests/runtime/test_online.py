@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 
@@ -44,6 +45,39 @@ def test_runs_of_rows_have_the_codes_of_the_whole(scheme: str, monkeypatch: pyte
         assert np.array_equal(run.tensors["codes"], whole.tensors["codes"][rows])
     for role in set(whole.tensors) - {"codes"}:
         assert np.array_equal(np.concatenate([run.tensors[role] for _, run in runs]), whole.tensors[role])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("rows", "columns"), [(64, 96), (160, 96), (96, 1000), (33, 130)])
+def test_blocks_side_by_side_have_the_codes_of_the_whole(
+    scheme: str, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = Scheme.parse(scheme)
+    if parsed.weight.granularity == "group":
+        columns -= columns % 32  # groups are whole, blocks need not be
+    monkeypatch.setattr(online, "_ELEMENTS", 2 * 32 * 32)
+    weight = values(rows, columns)
+    whole = oracle.quantize_weight(to_array(weight.float()), parsed.weight)
+    runs = [run for _, run in round_to_nearest(weight, parsed)]
+    assert all(run.in_features == columns for run in runs)
+    for role in whole.tensors:
+        assert np.array_equal(np.concatenate([run.tensors[role] for run in runs]), whole.tensors[role])
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "fp8-block128x128/fp8-g128"])
+@pytest.mark.parametrize("shape", [(1024, 256), (256, 4096)])
+def test_rounding_needs_the_same_memory_for_weights_of_every_size(scheme: str, shape: tuple[int, int]) -> None:
+    parsed, weight = Scheme.parse(scheme), values(*shape)
+    tracemalloc.start()
+    try:
+        for _ in round_to_nearest(weight, parsed):
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    blocks = parsed.weight.granularity == "block"
+    # of a row of blocks the codes are held twice while they are put side by side, and once by the run before
+    assert peak < (1 << 20) + blocks * 3 * parsed.weight.block[0] * shape[1]
 
 
 @st.composite
