@@ -105,9 +105,12 @@ def _run(
 def _pytest(options: Sequence[str], folder: Path, *, quiet: bool) -> int:
     """pytest with the suite and nothing else, in a process of its own."""
     ini = folder / "pytest.ini"
-    ini.write_text("[pytest]\n", encoding="utf-8")
+    # what torch says of itself while it compiles is nothing that an author could mend
+    ini.write_text("[pytest]\nfilterwarnings =\n    ignore::DeprecationWarning:torch\\..*\n", encoding="utf-8")
     argv = [sys.executable, "-m", "pytest", "-p", _PLUGIN, "--pyargs", "omniplat.conformance.suite", "-c", str(ini)]
-    argv += ["--rootdir", str(folder), "--noconftest", "-p", "no:cacheprovider", "-q", "--no-header", "--tb=short"]
+    argv += ["--rootdir", str(folder), "--noconftest", "-p", "no:cacheprovider", "-q", "--no-header", "-rN"]
+    # one fault of a kernel fails dozens of checks: whole tracebacks only for checks that were picked
+    argv += ["--tb=short" if "-k" in options else "--tb=line"]
     argv += ["--basetemp", str(folder / "tmp"), *options]
     environ = {key: text for key, text in os.environ.items() if not key.startswith("PYTEST_")}
     environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from omniplat.cli.output import print_json
 from omniplat.errors import UsageError
+from omniplat.registry import BACKENDS, default_registry
 
 SCHEMA = "omniplat.new-backend/1"
 
@@ -22,10 +23,17 @@ _FILES = {
 
 
 def new_backend_command(name: str, directory: Path | None, *, json_output: bool) -> int:
-    """Body of the command. Raises UsageError for a name that cannot be one, and a folder that holds something."""
+    """Body of the command.
+
+    Raises UsageError for a name that cannot be one or is another package's, and a folder that holds something.
+    """
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise UsageError(f"a backend's name is lower-case letters, digits and single hyphens, found {name!r}")
     distribution = f"omniplat-{name}"
+    for plugin in default_registry().plugins(BACKENDS):
+        # two packages that claim one name are a conflict, and neither loads; its own package may be written again
+        if plugin.name == name and plugin.distribution.partition(" ")[0] != distribution:
+            raise UsageError(f"backend {name} exists: {plugin.distribution} registers it; choose another name")
     package = distribution.replace("-", "_")
     folder = directory or Path(distribution)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -41,5 +49,7 @@ def new_backend_command(name: str, directory: Path | None, *, json_output: bool)
         files = [target.format(package=package) for target in _FILES.values()]
         print_json({"schema": SCHEMA, "directory": str(folder), "files": files})
         return 0
-    print(f"wrote {folder}; next:\n  pip install -e {folder}\n  omniplat conformance {name} --profile quick")
+    print(f"wrote {folder}; next:")
+    print(f'  pip install "omniplat[conformance]" -e {folder}')
+    print(f"  omniplat conformance {name} --profile quick")
     return 0

@@ -7,6 +7,8 @@ from typing import Any
 from xml.sax.saxutils import quoteattr
 
 FORMATS = ("text", "markdown", "junit")
+#: How many failed checks text and Markdown list; one fault of a kernel easily fails them all.
+_LISTED = 20
 
 
 def render(report: Mapping[str, Any], form: str) -> str:
@@ -41,6 +43,7 @@ def summary_lines(report: Mapping[str, Any]) -> Iterable[str]:
         yield f"  skipped {item['count']}: {item['reason']}{mark}"
     for item in report["known"]:
         yield f"  known   {item['id']}: {item['reason']}"
+    yield from (f"  failed  {line}" for line in _failures(report))
     for item in report["problems"]:
         yield f"  problem {item['code']}: {item['message']}"
 
@@ -77,6 +80,18 @@ def markdown_lines(report: Mapping[str, Any]) -> Iterable[str]:
     if report["skipped"]:
         yield ""
         yield from (f"- {item['count']} skipped: {item['reason']}" for item in report["skipped"])
+    if report["failed"]:
+        yield ""
+        yield from (f"- failed {line}" for line in _failures(report))
+
+
+def _failures(report: Mapping[str, Any]) -> Iterable[str]:
+    """The first failed checks, by the ids that lists of known failures use, each with one line of its reason."""
+    failed = report["failed"]
+    for item in failed[:_LISTED]:
+        yield f"{item['id']}: {item['reason'].partition(chr(10))[0]}"
+    if len(failed) > _LISTED:
+        yield f"and {len(failed) - _LISTED} more: the JSON report lists all"
 
 
 def _patterns(texts: Sequence[str]) -> str:

@@ -71,6 +71,7 @@ def test_a_new_backend_conforms_at_once(tmp_path: Path, site: Path) -> None:
     argv = [sys.executable, "-m", "omniplat", "new-backend"]
     done = subprocess.run([*argv, "two-words"], capture_output=True, text=True, check=True, cwd=tmp_path)
     folder = tmp_path / "omniplat-two-words"
+    assert 'pip install "omniplat[conformance]" -e omniplat-two-words' in done.stdout
     assert "omniplat conformance two-words" in done.stdout
     with (folder / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
@@ -85,7 +86,10 @@ def test_a_new_backend_conforms_at_once(tmp_path: Path, site: Path) -> None:
     done = subprocess.run([*argv, "other", "--json"], capture_output=True, text=True, check=True, cwd=tmp_path)
     written = json.loads(done.stdout)
     assert all((tmp_path / written["directory"] / path).is_file() for path in written["files"])
-    for name, words in (("two-words", "no empty folder"), ("Two Words", "lower-case"), ("../up", "lower-case")):
+    for name, words in (
+        ("two-words", "no empty folder"), ("Two Words", "lower-case"), ("../up", "lower-case"),
+        *((taken, "choose another name") for taken in ("cpu", "cuda", "rocm", "xpu", "ascend")),
+    ):  # fmt: skip
         done = subprocess.run([*argv, name], capture_output=True, text=True, check=False, cwd=tmp_path)
         assert done.returncode == 2
         assert words in done.stderr
@@ -105,7 +109,8 @@ def test_the_matrix_answers_from_the_package(tmp_path: Path, site: Path) -> None
     assert {row["op"] for row in rows} == {"linear", "moe"}
     assert all(row["evidence"].startswith("verified on cpu:") for row in rows)
     assert all(row["loads"] for row in rows)
-    text = matrix("--device", "npu:a5", "--method", "mxfp8").stdout
+    planned = next(row for row in whole["rows"] if not row["loads"] and row["archs"] and row["backend"] == "cuda")
+    text = matrix("--device", f"cuda:{planned['archs'][0]}").stdout
     assert "declared; plans only" in " ".join(text.split())
     text = matrix("--device", "cuda:sm90", "--method", "fp8").stdout
     assert "scaled_mm_row" in text

@@ -134,7 +134,8 @@ def test_an_emulated_device_is_evidence_of_its_own_kind(tmp_path: Path, site: Pa
     assert "PARTIAL: zoo-emulated on npu:a5 (emulated)" in done.stdout
     spec = replace(default_registry().load(BACKENDS, "cpu"), name="zoo-emulated")
     entry = {**found["capabilities"][0], "name": spec.capabilities[0].name, "executes": spec.capabilities[0].executes}
-    entry |= {key: list(getattr(spec.capabilities[0], key)) for key in ("weights", "activations")}
+    keys = ("weights", "activations", "scale_rules", "roundings")
+    entry |= {key: list(getattr(spec.capabilities[0], key)) for key in keys}
     (first, *others) = support_rows([spec], [{**found, "profile": "full", "capabilities": [entry]}])
     assert first.evidence == "emulated"
     assert {row.evidence for row in others} == {"declared"}
@@ -174,6 +175,12 @@ def test_rendering(runs: Runs) -> None:
     report = runs.reports["zoo-per-tensor"]
     assert "FAILURE: zoo-per-tensor on cpu:" in render(report, "text")
     assert "| `int8` | linear |" in render(report, "markdown")
+    assert report["failed"]
+    for form in ("text", "markdown"):
+        assert all(f"failed {item['id']}: " in " ".join(render(report, form).split()) for item in report["failed"][:20])
+    many = render({**report, "failed": report["failed"][:1] * 23}, "text")
+    assert many.count(report["failed"][0]["id"]) == 20
+    assert "and 3 more" in many
     tree = ElementTree.fromstring(render(report, "junit").encode())
     failures = {item.get("name"): int(item.get("failures", "0")) for item in tree}
     assert failures["numerics"] == report["groups"]["numerics"]["failed"] == len(tree.findall(".//failure"))

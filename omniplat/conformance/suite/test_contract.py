@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +30,11 @@ def _cases(subject: Subject, profile: str) -> Iterable[Case]:
         others = [s for s in schemes_of(subject, case.capability, "quick") if s.activation is not None]
         if case.scheme.activation is None and others:
             yield case_of(case.capability, others[0], bias=case.bias)
+
+
+def _first_cases(subject: Subject, profile: str) -> Iterable[Case]:
+    """The first scheme of each capability: generating code costs seconds."""
+    return representative(subject)
 
 
 def _made(subject: Subject, case: Case, rows: int | None = None) -> tuple[QuantLinear | QuantExperts, tuple[Any, ...]]:
@@ -118,6 +125,35 @@ def test_traces_without_a_break(subject: Subject, case: Case) -> None:
     compiled(*others)
     assert counters["stats"]["unique_graphs"] == before, f"{case.id}: another number of rows traces again"
     torch._dynamo.reset()
+
+
+@check("contract", _first_cases)
+def test_generated_code(subject: Subject, case: Case) -> None:
+    """The code of torch.compile's default backend is right. Not to the bit: what it fuses is rounded less often."""
+    problem = _without_code(subject.torch_device)
+    if problem:
+        not_here(f"torch.compile generates no code here: {problem}")
+    torch._dynamo.reset()
+    if case.experts:
+        experts = expert_trial(subject, case)
+        layer = torch.compile(experts.layer, fullgraph=True, dynamic=True)
+        replace(experts, layer=layer).assert_right(experts.input(), experts.routing())
+    else:
+        linear = linear_trial(subject, case)
+        layer = torch.compile(linear.layer, fullgraph=True, dynamic=True)
+        replace(linear, layer=layer).assert_within_bound(linear.input())
+    torch._dynamo.reset()
+
+
+@cache
+def _without_code(device: torch.device) -> str:
+    """Why not even one addition is compiled here, such as a missing C++ compiler or Triton; "" where it is."""
+    torch._dynamo.reset()
+    try:
+        torch.compile(lambda x: x + 1, fullgraph=True)(torch.ones(2, device=device))
+    except RuntimeError as error:
+        return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return ""
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
