@@ -109,8 +109,9 @@ def _pytest(options: Sequence[str], folder: Path, *, quiet: bool) -> int:
     ini.write_text("[pytest]\nfilterwarnings =\n    ignore::DeprecationWarning:torch\\..*\n", encoding="utf-8")
     argv = [sys.executable, "-m", "pytest", "-p", _PLUGIN, "--pyargs", "omniplat.conformance.suite", "-c", str(ini)]
     argv += ["--rootdir", str(folder), "--noconftest", "-p", "no:cacheprovider", "-q", "--no-header", "-rN"]
-    # one fault of a kernel fails dozens of checks: whole tracebacks only for checks that were picked
-    argv += ["--tb=short" if "-k" in options else "--tb=line"]
+    # torch logs much while it compiles, and one fault of a kernel fails dozens of checks: whole tracebacks only of
+    # checks that were picked
+    argv += ["-p", "no:logging", "--tb=short" if "-k" in options else "--tb=line"]
     argv += ["--basetemp", str(folder / "tmp"), *options]
     environ = {key: text for key, text in os.environ.items() if not key.startswith("PYTEST_")}
     environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"

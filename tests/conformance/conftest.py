@@ -30,6 +30,7 @@ FAULTS = {
     "zoo-needs-k64": "boundary",
     "zoo-mutates": "contract",
     "zoo-unrepeatable": "contract",
+    "zoo-column-major": "contract",
     "zoo-expert-order": "packing",
     "zoo-up-first": "packing",
     "zoo-declares-less": "undeclared",

@@ -33,15 +33,20 @@ def test_a_fault_fails_in_its_group(runs: Runs, name: str) -> None:
     assert all(item["reason"] for item in report["failed"])
 
 
+def failing(runs: Runs, name: str) -> set[str]:
+    """The checks that a backend failed, without their cases."""
+    return {item["id"].partition("/")[2].partition(":")[0] for item in runs.reports[name]["failed"]}
+
+
+def test_generated_code_shows_what_tracing_does_not(runs: Runs) -> None:
+    assert failing(runs, "zoo-column-major") == {"opcheck", "generated_code"}
+
+
 def test_what_the_tiers_say(runs: Runs) -> None:
     """Each fault of numbers is found by the tier that is there for it."""
-
-    def tiers(name: str) -> set[str]:
-        return {item["id"].partition("/")[2].partition(":")[0] for item in runs.reports[name]["failed"]}
-
-    assert {"exact", "bound"} <= tiers("zoo-nibbles")
-    assert "bound" in tiers("zoo-scale-row")
-    assert {"noise", "range_of_rows"} <= tiers("zoo-bf16-fallback")
-    assert "range_of_rows" in tiers("zoo-per-tensor")
-    assert tiers("zoo-own-rule") == {"rules_for_activations"}
-    assert {"exact_of_experts", "bound_of_experts"} <= tiers("zoo-routing-weights")
+    assert {"exact", "bound"} <= failing(runs, "zoo-nibbles")
+    assert "bound" in failing(runs, "zoo-scale-row")
+    assert {"noise", "range_of_rows"} <= failing(runs, "zoo-bf16-fallback")
+    assert "range_of_rows" in failing(runs, "zoo-per-tensor")
+    assert failing(runs, "zoo-own-rule") == {"rules_for_activations"}
+    assert {"exact_of_experts", "bound_of_experts"} <= failing(runs, "zoo-routing-weights")

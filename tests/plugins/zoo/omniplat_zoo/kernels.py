@@ -124,6 +124,10 @@ class UnrepeatableInt8(CorrectInt8):
     fault = "unrepeatable"
 
 
+class ColumnMajorInt8(CorrectInt8):
+    fault = "column-major"
+
+
 class DeclaresLessInt8(CorrectInt8):
     def check(self, weight: WeightTensors, spec: LayerSpec) -> None:
         """Takes whatever has codes and scales."""
