@@ -8,11 +8,18 @@ from __future__ import annotations
 _GROUPS = ("channel", "g16", "g32", "g64", "g96", "g128", "g256", "g512", "g1024")
 _BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
-#: Weight ids.
+#: Weight ids of linear layers.
 DECODED_WEIGHTS: tuple[str, ...] = (
     *(f"{element}-{tail}" for element in ("int4", "uint4", "int8", "uint8") for tail in _GROUPS),
     *("int8-tensor", "fp8-tensor", "fp8-channel", "fp8-g32", "fp8-g64", "fp8-g128"),
     *("fp8-block128x128", "fp8-block64x64", "fp8-block32x32"),
     *(f"{element}-b{size}" for element in ("nf4", "fp4bnb") for size in _BLOCKS),
     *("mxfp8", "mxfp4", "nvfp4"),
+)
+
+#: Weight ids of experts: the same, but for groups longer than any checkpoint of experts has.
+DECODED_EXPERTS: tuple[str, ...] = tuple(
+    name
+    for name in DECODED_WEIGHTS
+    if not name.endswith(("g256", "g512", "g1024", *(f"b{size}" for size in _BLOCKS[4:])))
 )

@@ -10,7 +10,7 @@ import torch
 
 from omniplat.errors import InvalidCheckpointError
 from omniplat.oracle.codecs import element_values
-from omniplat.portable.decoded import DECODED_WEIGHTS
+from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_WEIGHTS
 from omniplat.portable.words import DEPTH, from_words, to_words
 from omniplat.runtime.tensors import WeightTensors
 from omniplat.scheme import TensorQuant
@@ -46,8 +46,9 @@ class WordForm:
 def why_not(weight: WeightTensors) -> str:
     """What keeps a weight from being decoded here; "" where nothing does."""
     quant = weight.scheme.weight
-    if weight.scheme.weight_id not in DECODED_WEIGHTS:
-        return f"one of {', '.join(DECODED_WEIGHTS)}"
+    decoded = DECODED_EXPERTS if weight.experts else DECODED_WEIGHTS
+    if weight.scheme.weight_id not in decoded:
+        return f"one of {', '.join(decoded)}"
     if not weight.tensors.keys() <= _ROLES | _UNUSED:
         return f"no roles but {', '.join(sorted(_ROLES))}"
     if quant.element not in ("int4", "int8") and not quant.symmetric and "zero_point" not in weight.tensors:

@@ -230,7 +230,7 @@ def test_the_activation_is_quantized_in_the_same_pass(scheme: str, device: str) 
     assert same > 0.99
 
 
-@pytest.mark.parametrize("weight_id", ["int3-g64", "fp8e5m2-channel", "mxfp6e2m3"])
+@pytest.mark.parametrize("weight_id", ["int3-g64", "fp8e5m2-channel", "mxfp6e2m3", "mxint8", "int4-tensor"])
 def test_what_is_not_decoded_is_refused(weight_id: str) -> None:
     with pytest.raises(UnsupportedCombinationError, match="needs"):
         layer_of(*weights_of(weight_id), "cpu")

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from omniplat.backend import BackendSpec, NotSupported, Quirk
 from omniplat.capability import Capability, ShapeRule, multiples
-from omniplat.portable.decoded import DECODED_WEIGHTS
+from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_WEIGHTS
 
 _TORCH = "torch>=2.6"
 _TRITON = "triton>=3.2"
@@ -333,7 +333,7 @@ _MOE_EXPERTS = (
     Capability(
         "portable_moe",
         "moe",
-        DECODED_WEIGHTS,
+        DECODED_EXPERTS,
         ("a16",),
         executes="a16",
         dtypes=_HALF,

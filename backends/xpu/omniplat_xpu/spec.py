@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from omniplat.backend import BackendSpec, NotSupported, Quirk
 from omniplat.capability import Capability, ShapeRule, multiples
-from omniplat.portable.decoded import DECODED_WEIGHTS
+from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_WEIGHTS
 
 _TORCH = "torch>=2.6"
 _TRITON = "triton>=3.2"
@@ -205,7 +205,7 @@ _MOE = (
     Capability(
         "portable_moe",
         "moe",
-        DECODED_WEIGHTS,
+        DECODED_EXPERTS,
         ("a16",),
         executes="a16",
         dtypes=_HALF,

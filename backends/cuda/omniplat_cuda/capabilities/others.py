@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omniplat.capability import Capability, multiples
-from omniplat.portable.decoded import DECODED_WEIGHTS
+from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_WEIGHTS
 from omniplat_cuda.capabilities.common import (
     BITSANDBYTES,
     BLACKWELL,
@@ -137,7 +137,7 @@ _PORTABLE = (
     Capability(
         "portable_moe",
         "moe",
-        DECODED_WEIGHTS,
+        DECODED_EXPERTS,
         ("a16",),
         executes="a16",
         archs=_PORTABLE_ARCHS,
