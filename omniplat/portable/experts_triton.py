@@ -37,7 +37,9 @@ def _combine(  # type: ignore[no-untyped-def]
     for slot in tl.static_range(SLOTS):
         at = tl.load(place + token * SLOTS + slot).to(tl.int64)
         # rows that no expert here computed are not read: what lies there is nothing
-        value = tl.load(out + at * columns + k, mask=inside & (at < limit), other=0.0).to(tl.float32)
+        value = tl.load(
+            out + at * columns + k, mask=inside & (at + tl.zeros([BLOCK], dtype=tl.int64) < limit), other=0.0
+        ).to(tl.float32)
         total += value * tl.load(weights + token * SLOTS + slot)
     tl.store(y + token * columns + k, total.to(y.dtype.element_ty), mask=inside)
 
