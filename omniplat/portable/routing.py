@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from omniplat.runtime.routing import local_ids
+
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
@@ -22,9 +24,7 @@ class Sorted:
 def sort_by_expert(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int) -> Sorted:
     """`topk_ids` [M, T], -1 for no expert, through `expert_map` (see `MoeKernel.apply`), M > 0."""
     slots = topk_ids.shape[1]
-    ids = topk_ids.reshape(-1).to(torch.int64)
-    if expert_map is not None:
-        ids = torch.where(ids < 0, ids, expert_map.to(torch.int64)[ids.clamp(min=0)])
+    ids = local_ids(topk_ids.reshape(-1), expert_map)
     ranked, order = torch.sort(torch.where(ids < 0, experts, ids), stable=True)
     known = torch.arange(experts, device=ids.device)
     ends = torch.searchsorted(ranked, known, right=True, out_int32=True)

@@ -18,13 +18,10 @@ from omniplat.layer import LayerSpec
 from omniplat.portable.quantize import has_triton
 from omniplat.portable.word_weights import decode_form, dequantized, encode_form, form_of, why_not, word_tensors
 from omniplat.runtime.kernel import LinearKernel, Prepared
+from omniplat.runtime.operators import linear_fake, new_library, register
 from omniplat.runtime.tensors import WeightTensors
 
-_ARGUMENTS = (
-    "(Tensor x, Tensor words, Tensor scale, Tensor? zero, Tensor? row_scale, Tensor? table, Tensor? pre_scale, "
-    "Tensor? bias, str form, ScalarType out_dtype) -> Tensor"
-)
-_LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY = new_library()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,23 +116,10 @@ def _on_device(
     return y.view(*x.shape[:-1], held.out_features)
 
 
-def _fake(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    row_scale: torch.Tensor | None,
-    table: torch.Tensor | None,
-    pre_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    form: str,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], words.shape[0]), dtype=out_dtype)
-
-
-_LIBRARY.define("weight_only_linear" + _ARGUMENTS)  # type: ignore[no-untyped-call]
-_LIBRARY.impl("weight_only_linear", _plain, "CPU")  # type: ignore[no-untyped-call]
-for _key in ("CUDA", "XPU"):
-    _LIBRARY.impl("weight_only_linear", _on_device, _key)  # type: ignore[no-untyped-call]
-torch.library.register_fake("omniplat::weight_only_linear", _fake, lib=_LIBRARY)
+register(
+    _LIBRARY,
+    "weight_only_linear(Tensor x, Tensor words, Tensor scale, Tensor? zero, Tensor? row_scale, Tensor? table, "
+    "Tensor? pre_scale, Tensor? bias, str form, ScalarType out_dtype) -> Tensor",
+    {"CPU": _plain, "CUDA": _on_device, "XPU": _on_device},
+    linear_fake,
+)

@@ -28,11 +28,12 @@ from omniplat.portable.word_weights import (
 )
 from omniplat.runtime.activate import activate
 from omniplat.runtime.kernel import MoeKernel, Prepared
+from omniplat.runtime.operators import experts_fake, new_library, register
 from omniplat.runtime.tensors import WeightTensors
 
 #: Buffers of one weight, in the order in which the operator takes them; it also takes the bias.
 _BUFFERS = ("words", "scale", "zero", "row_scale", "table", "bias")
-_LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY = new_library()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,27 +163,11 @@ def _by_expert(
     return y
 
 
-def _fake(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    w13: list[torch.Tensor | None],
-    w2: list[torch.Tensor | None],
-    w13_form: str,
-    w2_form: str,
-    activation: str,
-    limit: float,
-    alpha: float,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty(x.shape, dtype=out_dtype)
-
-
-_LIBRARY.define(  # type: ignore[no-untyped-call]
+register(
+    _LIBRARY,
     "weight_only_experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, Tensor?[] w13, "
-    "Tensor?[] w2, str w13_form, str w2_form, str activation, float limit, float alpha, ScalarType out_dtype) -> Tensor"
+    "Tensor?[] w2, str w13_form, str w2_form, str activation, float limit, float alpha, ScalarType out_dtype) "
+    "-> Tensor",
+    dict.fromkeys(("CPU", "CUDA", "XPU"), _experts),
+    experts_fake,
 )
-for _key in ("CPU", "CUDA", "XPU"):
-    _LIBRARY.impl("weight_only_experts", _experts, _key)  # type: ignore[no-untyped-call]
-torch.library.register_fake("omniplat::weight_only_experts", _fake, lib=_LIBRARY)

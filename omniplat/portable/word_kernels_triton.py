@@ -62,6 +62,37 @@ def _multiplier(stored, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _part(  # type: ignore[no-untyped-def]
+    held,
+    table,
+    zeros,
+    scales,
+    ASM: tl.constexpr,
+    PART: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    ZERO: tl.constexpr,
+    BASE: tl.constexpr,
+    FOLD: tl.constexpr,
+    BF16: tl.constexpr,
+):
+    """Part PART of words [..., DEPTH] in 16-bit floats: less the zero point where that is an integer, times the scale
+    where FOLD says so. `zeros` and `scales` are those of a block's parts, [...] each."""
+    half = tl.bfloat16 if BF16 else tl.float16
+    if ZERO == "integer":
+        # in packed form the zero point is subtracted from the number that carries the code
+        z = tl.expand_dims(zeros[PART].to(tl.float32), -1)
+        less = (-(z + BASE)).to(half) if ASM[PART] != "" else z
+        less = tl.broadcast_to(less, held.shape)
+    else:
+        less = tl.full(held.shape, -BASE, tl.float32).to(half)
+    factor = less
+    if FOLD:
+        factor = tl.broadcast_to(tl.expand_dims(_multiplier(scales[PART], SCALE).to(half), -1), held.shape)
+    return _decoded(held, table, less, factor, ASM, PART, ELEMENT, ZERO == "integer", FOLD, BF16)
+
+
+@triton.jit
 def _of_block(at, first, inside, K: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
     """What one block's parts have at `at`, [BN] each, as a tuple; parts of one group share one load."""
     # a tensor beside `inside`: the interpreter takes no mask that a scalar took part in
@@ -157,7 +188,6 @@ def few_tokens(  # type: ignore[no-untyped-def]
     BM: tl.constexpr,
     SLICES: tl.constexpr,
 ) -> None:
-    half = tl.bfloat16 if BF16 else tl.float16
     BLOCK: tl.constexpr = PARTS * DEPTH
     # each slice of K is a batch of the product, and warps divide the batches among them
     STEPS: tl.constexpr = (K + BLOCK * SLICES - 1) // (BLOCK * SLICES)
@@ -179,6 +209,8 @@ def few_tokens(  # type: ignore[no-untyped-def]
     for start in range(0, STEPS * BLOCK, BLOCK):
         inside = n_inside if EVEN else n_inside & (k + start < K)
         held = tl.load(word_at + start // PARTS, mask=inside[:, :, None], other=0)
+        # where there are none, nothing looks at them
+        used, below = held, held
         if SCALE != "none":
             used = scales
             scales = _of_block(scale_row, k + (start + BLOCK), n_inside, K, PARTS, DEPTH, GROUP)
@@ -188,17 +220,7 @@ def few_tokens(  # type: ignore[no-untyped-def]
         product = tl.zeros([SLICES, BN, BM], dtype=tl.float32)
         for part in tl.static_range(PARTS):
             first = start + part * DEPTH
-            if ZERO == "integer":
-                # in packed form the zero point is subtracted from the number that carries the code
-                z = below[part].to(tl.float32)
-                less = (-(z + BASE)).to(half) if ASM[part] != "" else z
-                less = tl.broadcast_to(less[:, :, None], [SLICES, BN, DEPTH])
-            else:
-                less = tl.full([SLICES, BN, DEPTH], -BASE, tl.float32).to(half)
-            factor = less
-            if FOLD:
-                factor = tl.broadcast_to(_multiplier(used[part], SCALE).to(half)[:, :, None], [SLICES, BN, DEPTH])
-            w = _decoded(held, table, less, factor, ASM, part, ELEMENT, ZERO == "integer", FOLD, BF16)
+            w = _part(held, table, below, used, ASM, part, ELEMENT, SCALE, ZERO, BASE, FOLD, BF16)
             here = (
                 m_inside[None, None, :]
                 if EVEN
@@ -266,7 +288,6 @@ def many_tokens(  # type: ignore[no-untyped-def]
     BAND: tl.constexpr,
 ) -> None:
     """As `few_tokens`, with products large enough for Hopper's own instructions, and K in one piece."""
-    half = tl.bfloat16 if BF16 else tl.float16
     BLOCK: tl.constexpr = PARTS * DEPTH
     tiles_n = tl.cdiv(N, BN)
     program = tl.program_id(0)
@@ -289,6 +310,8 @@ def many_tokens(  # type: ignore[no-untyped-def]
         zeros = _of_block(zero_row, 0, n_inside, K, PARTS, DEPTH, GROUP)
     for start in range(0, K, BLOCK):
         held = tl.load(word_at + start // PARTS, mask=n_inside[:, None], other=0)
+        # where there are none, nothing looks at them
+        used, below = held, held
         if SCALE != "none":
             used = scales
             scales = _of_block(scale_row, start + BLOCK, n_inside, K, PARTS, DEPTH, GROUP)
@@ -298,16 +321,7 @@ def many_tokens(  # type: ignore[no-untyped-def]
         product = tl.zeros([BN, BM], dtype=tl.float32)
         for part in tl.static_range(PARTS):
             first = start + part * DEPTH
-            if ZERO == "integer":
-                z = below[part].to(tl.float32)
-                less = (-(z + BASE)).to(half) if ASM[part] != "" else z
-                less = tl.broadcast_to(less[:, None], [BN, DEPTH])
-            else:
-                less = tl.full([BN, DEPTH], -BASE, tl.float32).to(half)
-            factor = less
-            if FOLD:
-                factor = tl.broadcast_to(_multiplier(used[part], SCALE).to(half)[:, None], [BN, DEPTH])
-            w = _decoded(held, table, less, factor, ASM, part, ELEMENT, ZERO == "integer", FOLD, BF16)
+            w = _part(held, table, below, used, ASM, part, ELEMENT, SCALE, ZERO, BASE, FOLD, BF16)
             here = m_inside[None, :] if EVEN else m_inside[None, :] & ((first + d) < K)[:, None]
             tokens = tl.load(x_at + first, mask=here, other=0.0)
             if WIDE:

@@ -11,13 +11,10 @@ import torch
 from omniplat.errors import BackendNotInstalledError, UnsupportedCombinationError
 from omniplat.layer import LayerSpec
 from omniplat.runtime.kernel import LinearKernel, Prepared
+from omniplat.runtime.operators import new_library, register
 from omniplat.runtime.tensors import WeightTensors
 
-_LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "reference_gguf_linear(Tensor x, Tensor codes, Tensor? bias, str kind, int out_features, "
-    "ScalarType out_dtype) -> Tensor"
-)
+_LIBRARY = new_library()
 #: Values decoded at a time, at most about 4 MiB of float32.
 _TILE_VALUES = 1 << 20
 
@@ -106,5 +103,10 @@ def _fake(
     return x.new_empty((*x.shape[:-1], out_features), dtype=out_dtype)
 
 
-_LIBRARY.impl("reference_gguf_linear", _run, "CPU")  # type: ignore[no-untyped-call]
-torch.library.register_fake("omniplat::reference_gguf_linear", _fake, lib=_LIBRARY)
+register(
+    _LIBRARY,
+    "reference_gguf_linear(Tensor x, Tensor codes, Tensor? bias, str kind, int out_features, "
+    "ScalarType out_dtype) -> Tensor",
+    {"CPU": _run},
+    _fake,
+)

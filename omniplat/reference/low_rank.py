@@ -13,14 +13,11 @@ from omniplat.layer import LayerSpec
 from omniplat.reference.linear import linear
 from omniplat.reference.ops import as_bytes, decode_scheme, encode_scheme
 from omniplat.runtime.kernel import LinearKernel, Prepared
+from omniplat.runtime.operators import new_library, register
 from omniplat.runtime.tensors import WeightTensors
 from omniplat.scheme import Scheme, TensorQuant, low_rank_base
 
-_LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "reference_low_rank_linear(Tensor x, Tensor[] tensors, Tensor? bias, str[] names, str scheme, "
-    "int out_features, ScalarType out_dtype) -> Tensor"
-)
+_LIBRARY = new_library()
 _PAIR = ("low_rank_down", "low_rank_up")
 
 
@@ -111,5 +108,10 @@ def _fake(
     return x.new_empty((*x.shape[:-1], out_features), dtype=out_dtype)
 
 
-_LIBRARY.impl("reference_low_rank_linear", _run, "CPU")  # type: ignore[no-untyped-call]
-torch.library.register_fake("omniplat::reference_low_rank_linear", _fake, lib=_LIBRARY)
+register(
+    _LIBRARY,
+    "reference_low_rank_linear(Tensor x, Tensor[] tensors, Tensor? bias, str[] names, str scheme, "
+    "int out_features, ScalarType out_dtype) -> Tensor",
+    {"CPU": _run},
+    _fake,
+)

@@ -17,6 +17,7 @@ from omniplat.reference.activations import Quantized
 from omniplat.reference.decode import Tensors
 from omniplat.reference.linear import multiply, quantize_input, runs_in_bf16
 from omniplat.runtime.activate import activate
+from omniplat.runtime.routing import local_ids
 from omniplat.scheme import Scheme
 
 
@@ -48,11 +49,9 @@ def experts(
     """
     count, width = tensors["w13_codes"].shape[0], tensors["w2_codes"].shape[1]
     y = torch.zeros((x.shape[0], width), dtype=torch.float32)
-    ids = topk_ids.reshape(-1).to(torch.int64)
+    ids = local_ids(topk_ids.reshape(-1), expert_map)
     if not ids.numel():
         return y.to(out_dtype)
-    if expert_map is not None:
-        ids = torch.where(ids < 0, -1, expert_map.to(torch.int64)[ids.clamp(min=0)])
     order = torch.argsort(ids, stable=True)
     rows = order // topk_ids.shape[1]
     weights = topk_weights.reshape(-1)[order].to(torch.float32).unsqueeze(1)

@@ -13,18 +13,10 @@ import torch
 
 from omniplat.reference.linear import linear
 from omniplat.reference.moe import Experts, experts
+from omniplat.runtime.operators import experts_fake, new_library, register
 from omniplat.scheme import Scheme
 
-_LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "reference_linear(Tensor x, Tensor[] tensors, Tensor? bias, str[] names, str scheme, int out_features, "
-    "int splits, ScalarType out_dtype) -> Tensor"
-)
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "reference_moe(Tensor x, Tensor[] tensors, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, "
-    "str[] names, str w13_scheme, str w2_scheme, int[] splits, str activation, str[] parameters, "
-    "ScalarType out_dtype) -> Tensor"
-)
+_LIBRARY = new_library()
 
 
 def encode_scheme(scheme: Scheme) -> str:
@@ -92,24 +84,18 @@ def _moe(
     return experts(x, roles, how, topk_ids, topk_weights, expert_map, out_dtype)
 
 
-def _moe_fake(
-    x: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    names: Sequence[str],
-    w13_scheme: str,
-    w2_scheme: str,
-    splits: Sequence[int],
-    activation: str,
-    parameters: Sequence[str],
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty(x.shape, dtype=out_dtype)
-
-
-_LIBRARY.impl("reference_linear", _linear, "CPU")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("reference_moe", _moe, "CPU")  # type: ignore[no-untyped-call]
-torch.library.register_fake("omniplat::reference_linear", _linear_fake, lib=_LIBRARY)
-torch.library.register_fake("omniplat::reference_moe", _moe_fake, lib=_LIBRARY)
+register(
+    _LIBRARY,
+    "reference_linear(Tensor x, Tensor[] tensors, Tensor? bias, str[] names, str scheme, int out_features, "
+    "int splits, ScalarType out_dtype) -> Tensor",
+    {"CPU": _linear},
+    _linear_fake,
+)
+register(
+    _LIBRARY,
+    "reference_moe(Tensor x, Tensor[] tensors, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, "
+    "str[] names, str w13_scheme, str w2_scheme, int[] splits, str activation, str[] parameters, "
+    "ScalarType out_dtype) -> Tensor",
+    {"CPU": _moe},
+    experts_fake,
+)

@@ -41,6 +41,15 @@ def route(
     return topk_ids, weights * routing.scale
 
 
+def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """`topk_ids`, of any shape, as int64 numbers of the experts that a rank holds; negative where it holds none.
+
+    `expert_map` int32 [global experts] gives the local number of an expert, -1 for one that another rank holds.
+    """
+    ids = topk_ids.to(torch.int64)
+    return ids if expert_map is None else torch.where(ids < 0, -1, expert_map.to(torch.int64)[ids.clamp(min=0)])
+
+
 def _scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
     if scoring == "softmax":
         return logits.softmax(1)

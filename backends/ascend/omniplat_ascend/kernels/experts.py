@@ -15,6 +15,7 @@ import torch
 
 from omniplat.portable.quantize import quantize_rows
 from omniplat.runtime.activate import activate
+from omniplat.runtime.routing import local_ids
 from omniplat.scheme import TensorQuant
 from omniplat_ascend.kernels.numbers import FLOAT4_E2M1, FLOAT8_E4M3, FLOAT8_E8M0
 from omniplat_ascend.kernels.products import Tensors
@@ -84,9 +85,7 @@ def _sorted(
 
     Operators want groups to cover all rows: those of no expert are counted to the last one, and never looked at.
     """
-    ids = topk_ids.to(torch.int64)
-    if expert_map is not None:
-        ids = torch.where(ids < 0, -1, expert_map.to(torch.int64)[ids.clamp(min=0)])
+    ids = local_ids(topk_ids, expert_map)
     ids = torch.where(ids < 0, experts, ids).to(torch.int32)
     rows, position, counts, _ = torch.ops.npu.npu_moe_init_routing_v2(
         x,

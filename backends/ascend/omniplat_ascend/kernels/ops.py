@@ -10,21 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
+from omniplat.runtime.operators import experts_fake, new_library, register
 from omniplat_ascend.kernels.experts import EXPERTS, experts
 from omniplat_ascend.kernels.products import PRODUCTS
 
-_LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY = new_library()
 #: Where the operators run: the device, and the CPU under an emulation.
 _KEYS = ("PrivateUse1", "CPU")
-
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "ascend_linear(Tensor x, Tensor[] tensors, Tensor? bias, str[] names, str product, str rounding, "
-    "int out_features, ScalarType out_dtype) -> Tensor"
-)
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "ascend_moe(Tensor x, Tensor[] tensors, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, str[] names, "
-    "str product, str rounding, str activation, str[] parameters, ScalarType out_dtype) -> Tensor"
-)
 
 
 def _linear(
@@ -81,22 +73,6 @@ def _moe(
     )
 
 
-def _moe_fake(
-    x: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    names: Sequence[str],
-    product: str,
-    rounding: str,
-    activation: str,
-    parameters: Sequence[str],
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty(x.shape, dtype=out_dtype)
-
-
 def linear(
     x: torch.Tensor,
     tensors: Sequence[torch.Tensor],
@@ -134,8 +110,17 @@ def moe(
     return y
 
 
-for _key in _KEYS:
-    _LIBRARY.impl("ascend_linear", _linear, _key)  # type: ignore[no-untyped-call]
-    _LIBRARY.impl("ascend_moe", _moe, _key)  # type: ignore[no-untyped-call]
-torch.library.register_fake("omniplat::ascend_linear", _linear_fake, lib=_LIBRARY)
-torch.library.register_fake("omniplat::ascend_moe", _moe_fake, lib=_LIBRARY)
+register(
+    _LIBRARY,
+    "ascend_linear(Tensor x, Tensor[] tensors, Tensor? bias, str[] names, str product, str rounding, "
+    "int out_features, ScalarType out_dtype) -> Tensor",
+    dict.fromkeys(_KEYS, _linear),
+    _linear_fake,
+)
+register(
+    _LIBRARY,
+    "ascend_moe(Tensor x, Tensor[] tensors, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, str[] names, "
+    "str product, str rounding, str activation, str[] parameters, ScalarType out_dtype) -> Tensor",
+    dict.fromkeys(_KEYS, _moe),
+    experts_fake,
+)

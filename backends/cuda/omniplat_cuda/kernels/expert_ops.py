@@ -11,10 +11,12 @@ from omniplat.portable.gated import quantize_gated
 from omniplat.portable.quantize import has_triton
 from omniplat.portable.routing import sort_by_expert, weighted_sum
 from omniplat.runtime.activate import activate
+from omniplat.runtime.operators import experts_fake, new_library, register
+from omniplat.runtime.quant_text import decode_quant
 from omniplat.scheme import TensorQuant
-from omniplat_cuda.kernels.ops import decode_quant, quantize_to_fp8
+from omniplat_cuda.kernels.ops import quantize_to_fp8
 
-_LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY = new_library()
 
 
 def _experts(
@@ -78,30 +80,11 @@ def _grouped(
     return y
 
 
-def _fake(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
-    first: str,
-    second: str,
-    activation: str,
-    limit: float,
-    alpha: float,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty(x.shape, dtype=out_dtype)
-
-
-_LIBRARY.define(  # type: ignore[no-untyped-call]
+register(
+    _LIBRARY,
     "cuda_scaled_experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, Tensor w13, "
     "Tensor w13_scale, Tensor w2, Tensor w2_scale, str first, str second, str activation, float limit, float alpha, "
-    "ScalarType out_dtype) -> Tensor"
+    "ScalarType out_dtype) -> Tensor",
+    dict.fromkeys(("CUDA", "CPU"), _experts),
+    experts_fake,
 )
-for _key in ("CUDA", "CPU"):
-    _LIBRARY.impl("cuda_scaled_experts", _experts, _key)  # type: ignore[no-untyped-call]
-torch.library.register_fake("omniplat::cuda_scaled_experts", _fake, lib=_LIBRARY)

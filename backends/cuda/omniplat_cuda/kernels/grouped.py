@@ -15,11 +15,11 @@ from omniplat.portable import mx_grid, quantize
 from omniplat.portable.reencode import reencode
 from omniplat.runtime.declared import require_declared
 from omniplat.runtime.kernel import MoeKernel, Prepared
+from omniplat.runtime.quant_text import encode_quant
 from omniplat.runtime.tensors import WeightTensors
 from omniplat.scheme import TensorQuant, parse_activation_id
 from omniplat_cuda.capabilities import torch_native as declared
 from omniplat_cuda.kernels import expert_ops  # noqa: F401  registers the operator
-from omniplat_cuda.kernels.ops import encode_quant
 
 _ROLES = ("codes", "scale")
 

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 
 from omniplat.portable.mx_grid import regroup_rows
 from omniplat.portable.quantize import has_triton, quantize_rows
-from omniplat.runtime.quant_text import decode_quant as decode_quant
-from omniplat.runtime.quant_text import encode_quant as encode_quant
+from omniplat.runtime.operators import linear_fake, new_library, register
+from omniplat.runtime.quant_text import decode_quant
 from omniplat.scheme import TensorQuant
 
-_LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY = new_library()
 _ARGUMENTS = (
     "(Tensor x, Tensor codes, Tensor scale, Tensor? pre_scale, Tensor? input_scale, Tensor? bias, str activation, "
     "ScalarType out_dtype) -> Tensor"
@@ -126,22 +126,6 @@ def _int_linear(
     return y.to(out_dtype).view(*x.shape[:-1], features)
 
 
-def _fake(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    pre_scale: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: str,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=out_dtype)
-
-
 for _name, _implementation in (("cuda_scaled_linear", _scaled_linear), ("cuda_int_linear", _int_linear)):
-    _LIBRARY.define(_name + _ARGUMENTS)  # type: ignore[no-untyped-call]
     # On the CPU torch has the same products: slow, and enough to test the code around them.
-    for _key in ("CUDA", "CPU"):
-        _LIBRARY.impl(_name, _implementation, _key)  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"omniplat::{_name}", _fake, lib=_LIBRARY)
+    register(_LIBRARY, _name + _ARGUMENTS, dict.fromkeys(("CUDA", "CPU"), _implementation), linear_fake)

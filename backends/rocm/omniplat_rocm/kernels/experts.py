@@ -17,6 +17,8 @@ from omniplat.errors import UsageError
 from omniplat.layer import LayerSpec, MoeSpec
 from omniplat.portable.reencode import reencode
 from omniplat.runtime.kernel import MoeKernel, Prepared
+from omniplat.runtime.operators import experts_fake, new_library, register
+from omniplat.runtime.routing import local_ids
 from omniplat.runtime.tensors import WeightTensors
 from omniplat_rocm.kernels import vendor
 from omniplat_rocm.kernels.vendor import aiter, require_half
@@ -163,12 +165,7 @@ def _device_fp8(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor,
 
 # -- the operator -----------------------------------------------------------------------------------------------
 
-_LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "rocm_experts(Tensor x, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor topk_ids, "
-    "Tensor topk_weights, Tensor? expert_map, str quant_type, str dtype, str activation, str limit, "
-    "ScalarType out_dtype) -> Tensor"
-)
+_LIBRARY = new_library()
 #: omniplat's names of activations -> AITER's.
 _ACTIVATIONS = {"silu": "Silu"}
 
@@ -226,29 +223,17 @@ def _chosen(
     if expert_map is None:
         chosen = topk_ids >= 0
         return topk_ids.clamp(min=0).to(torch.int32), (weights * chosen).contiguous(), None
-    local = torch.where(topk_ids < 0, -1, expert_map[topk_ids.clamp(min=0).to(torch.int64)])
+    local = local_ids(topk_ids, expert_map)
     ids = torch.where(local < 0, experts, local).to(torch.int32)
     mask = F.pad(torch.ones(experts, dtype=torch.int32, device=topk_ids.device), (0, 1))
     return ids.contiguous(), weights.contiguous(), mask
 
 
-def _experts_fake(
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    quant_type: str,
-    dtype: str,
-    activation: str,
-    limit: str,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty(x.shape, dtype=out_dtype)
-
-
-_LIBRARY.impl("rocm_experts", _experts, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("omniplat::rocm_experts", _experts_fake, lib=_LIBRARY)
+register(
+    _LIBRARY,
+    "rocm_experts(Tensor x, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor topk_ids, "
+    "Tensor topk_weights, Tensor? expert_map, str quant_type, str dtype, str activation, str limit, "
+    "ScalarType out_dtype) -> Tensor",
+    {"CompositeExplicitAutograd": _experts},
+    experts_fake,
+)

@@ -13,11 +13,12 @@ import torch
 
 from omniplat.portable.mx_grid import regroup_rows
 from omniplat.portable.quantize import quantize_rows
+from omniplat.runtime.operators import linear_fake, new_library, register
 from omniplat.runtime.quant_text import decode_quant
 from omniplat.scheme import TensorQuant
 from omniplat_rocm.kernels.vendor import aiter, require_half, to_fnuz
 
-_LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY = new_library()
 _BLOCK = 128
 
 
@@ -127,64 +128,25 @@ def _gemm_a8wfp4(
     return _with_bias(y, bias, x)
 
 
-def _gemm_a8w8_fake(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    pre_scale: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: str,
-    product: str,
-    fnuz: bool,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=out_dtype)
-
-
-def _fp4_fake(
-    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=out_dtype)
-
-
-def _gemm_a8wfp4_fake(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    pre_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=out_dtype)
-
-
 _OPERATORS = (
     (
         "rocm_gemm_a8w8(Tensor x, Tensor codes, Tensor scale, Tensor? pre_scale, Tensor? input_scale, Tensor? bias, "
         "str activation, str product, bool fnuz, ScalarType out_dtype) -> Tensor",
         _gemm_a8w8,
-        _gemm_a8w8_fake,
     ),
     (
         "rocm_gemm_a4w4(Tensor x, Tensor codes, Tensor scale, Tensor? bias, ScalarType out_dtype) -> Tensor",
         _gemm_a4w4,
-        _fp4_fake,
     ),
     (
         "rocm_gemm_afp4wfp4(Tensor x, Tensor codes, Tensor scale, Tensor? bias, ScalarType out_dtype) -> Tensor",
         _gemm_afp4wfp4,
-        _fp4_fake,
     ),
     (
         "rocm_gemm_a8wfp4(Tensor x, Tensor codes, Tensor scale, Tensor? pre_scale, Tensor? bias, ScalarType out_dtype) "
         "-> Tensor",
         _gemm_a8wfp4,
-        _gemm_a8wfp4_fake,
     ),
 )
-for _schema, _implementation, _fake in _OPERATORS:
-    _name = _schema.partition("(")[0]
-    _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"omniplat::{_name}", _fake, lib=_LIBRARY)
+for _schema, _implementation in _OPERATORS:
+    register(_LIBRARY, _schema, {"CompositeExplicitAutograd": _implementation}, linear_fake)

@@ -17,6 +17,8 @@ from omniplat.errors import InvalidCheckpointError
 from omniplat.layer import LayerSpec, MoeSpec
 from omniplat.runtime.activate import activate
 from omniplat.runtime.kernel import MoeKernel, Prepared
+from omniplat.runtime.operators import experts_fake, new_library, register
+from omniplat.runtime.routing import local_ids
 from omniplat.runtime.tensors import WeightTensors
 from omniplat_xpu.kernels import vendor
 from omniplat_xpu.kernels.fp8 import fp8_codes
@@ -146,12 +148,7 @@ def _require_representable(weight: WeightTensors, spec: LayerSpec, dtype: torch.
 
 # -- the operator -----------------------------------------------------------------------------------------------
 
-_LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "xpu_experts(Tensor x, Tensor w13, Tensor w13_scale, Tensor? w13_bias, Tensor w2, Tensor w2_scale, "
-    "Tensor? w2_bias, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, str element, int intermediate, "
-    "str activation, str[] parameters, ScalarType out_dtype) -> Tensor"
-)
+_LIBRARY = new_library()
 
 
 def _experts(
@@ -201,9 +198,7 @@ def _chosen(
     topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_map: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Local ids int32 [M, T] and weights f32 [M, T], contiguous, with T one of `TOP_K`: slots of -1 are added."""
-    ids = topk_ids
-    if expert_map is not None:
-        ids = torch.where(ids < 0, -1, expert_map[ids.clamp(min=0).to(torch.int64)].to(ids.dtype))
+    ids = local_ids(topk_ids, expert_map)
     missing = next(top for top in TOP_K if top >= ids.shape[1]) - ids.shape[1]
     padded = F.pad(ids.to(torch.int32), (0, missing), value=-1)
     return padded.contiguous(), F.pad(topk_weights.to(torch.float32), (0, missing)).contiguous()
@@ -219,25 +214,11 @@ def _activated(both: torch.Tensor, activation: str, limit: float, alpha: float) 
     return activate(gate, up, activation, limit, alpha).to(both.dtype)
 
 
-def _experts_fake(
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w13_bias: torch.Tensor | None,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
-    w2_bias: torch.Tensor | None,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    element: str,
-    intermediate: int,
-    activation: str,
-    parameters: list[str],
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty(x.shape, dtype=out_dtype)
-
-
-_LIBRARY.impl("xpu_experts", _experts, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("omniplat::xpu_experts", _experts_fake, lib=_LIBRARY)
+register(
+    _LIBRARY,
+    "xpu_experts(Tensor x, Tensor w13, Tensor w13_scale, Tensor? w13_bias, Tensor w2, Tensor w2_scale, "
+    "Tensor? w2_bias, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, str element, int intermediate, "
+    "str activation, str[] parameters, ScalarType out_dtype) -> Tensor",
+    {"CompositeExplicitAutograd": _experts},
+    experts_fake,
+)

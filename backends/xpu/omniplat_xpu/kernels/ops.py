@@ -10,11 +10,12 @@ import torch
 
 from omniplat.errors import UsageError
 from omniplat.portable.quantize import quantize_rows
+from omniplat.runtime.operators import linear_fake, new_library, register
 from omniplat.scheme import TensorQuant, parse_activation_id
 from omniplat_xpu.kernels import activations
 from omniplat_xpu.kernels.vendor import operator, require_dtype
 
-_LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY = new_library()
 _INT8_SCALED = TensorQuant("int8", "token", scale_format="f16", dynamic=True)
 
 
@@ -127,86 +128,31 @@ def _int4_int8_linear(
     return y.view(*x.shape[:-1], words.shape[0])
 
 
-def _fp8_linear_fake(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    pre_scale: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: str,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=out_dtype)
-
-
-def _fp8_weight_only_fake(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=out_dtype)
-
-
-def _fp4_linear_fake(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    pre_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=out_dtype)
-
-
-def _int4_linear_fake(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor,
-    order: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    group_size: int,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], words.shape[0]), dtype=out_dtype)
-
-
 _OPERATORS = (
     (
         "xpu_fp8_linear(Tensor x, Tensor codes, Tensor scale, Tensor? pre_scale, Tensor? input_scale, Tensor? bias, "
         "str activation, ScalarType out_dtype) -> Tensor",
         _fp8_linear,
-        _fp8_linear_fake,
     ),
     (
         "xpu_fp8_weight_only(Tensor x, Tensor codes, Tensor scale, Tensor? bias, ScalarType out_dtype) -> Tensor",
         _fp8_weight_only,
-        _fp8_weight_only_fake,
     ),
     (
         "xpu_fp4_linear(Tensor x, Tensor codes, Tensor scale, Tensor? pre_scale, Tensor? bias, ScalarType out_dtype) "
         "-> Tensor",
         _fp4_linear,
-        _fp4_linear_fake,
     ),
     (
         "xpu_int4_linear(Tensor x, Tensor words, Tensor scale, Tensor zero_point, Tensor? order, Tensor? bias, "
         "int group_size, ScalarType out_dtype) -> Tensor",
         _int4_linear,
-        _int4_linear_fake,
     ),
     (
         "xpu_int4_int8_linear(Tensor x, Tensor words, Tensor scale, Tensor zero_point, Tensor? pre_scale, "
         "Tensor? bias, int group_size, ScalarType out_dtype) -> Tensor",
         _int4_int8_linear,
-        _int4_linear_fake,
     ),
 )
-for _schema, _implementation, _fake in _OPERATORS:
-    _name = _schema.partition("(")[0]
-    _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"omniplat::{_name}", _fake, lib=_LIBRARY)
+for _schema, _implementation in _OPERATORS:
+    register(_LIBRARY, _schema, {"CompositeExplicitAutograd": _implementation}, linear_fake)
