@@ -16,7 +16,6 @@ from omniplat.document import Plan, PlanLayer
 from omniplat.engines import ENGINES
 from omniplat.errors import (
     BackendNotInstalledError,
-    BackendUnavailableError,
     InvalidCheckpointError,
     UnknownFormatError,
     UnsupportedCombinationError,
@@ -143,9 +142,7 @@ def load_layers(planned: Planned, rank: Rank | None = None) -> Iterable[tuple[st
     for item in planned.layers:
         if item.layer.status != "ok" or item.capability is None:
             continue
-        if not item.capability.impl:
-            raise BackendUnavailableError(str(item.layer.backend), f"kernel {item.capability.name} is only planned on")
-        kernel = load_kernel(item.capability.impl)
+        kernel = load_kernel(item.impl)
         name = f"{item.layer.component}/{item.layer.name}" if item.layer.component else item.layer.name
         reader = readers[item.layer.component]
         layer = load_layer(item.packed, kernel, reader, rank=rank or WHOLE, device=device, workspaces=workspaces)

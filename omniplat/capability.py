@@ -15,7 +15,8 @@ from omniplat.scheme import TensorQuant, activation_id
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A kernel runs the layer. `executes` is the scheme id it computes with; `via` the re-encoding, if any.
+    """A kernel runs the layer. `executes` is the scheme id it computes with, of w13 and w2 joined by "+" where they
+    differ; `via` the re-encoding, if any.
 
     `instead` says which of the checkpoint's rules for activations is replaced by the kernel's own; "" for none.
     """

@@ -14,6 +14,7 @@ from omniplat.checkpoint.folder import Component
 from omniplat.device import Device
 from omniplat.document import PlanLayer, PlanRule, PlanTrace
 from omniplat.engines import tensors_below, undeliverable
+from omniplat.errors import BackendUnavailableError
 from omniplat.findings import Finding, finding
 from omniplat.formats.resolved import ResolvedModule
 from omniplat.layer import LayerSpec
@@ -54,6 +55,14 @@ class PlannedLayer:
     layer: PlanLayer
     packed: PackedLayer
     capability: Capability | None
+
+    @property
+    def impl(self) -> str:
+        """The kernel's "module:Class". Raises BackendUnavailableError for one that is only planned on."""
+        assert self.capability is not None
+        if not self.capability.impl:
+            raise BackendUnavailableError(str(self.layer.backend), f"kernel {self.capability.name} is only planned on")
+        return self.capability.impl
 
 
 @cache
@@ -122,12 +131,12 @@ class LayerPlanner:
             shape=_shape(spec),
             declared=_joined(layer, declared=True),
             stored=_joined(layer, declared=False) or "",
-            executes=_with_w2(answer, spec),
+            executes=answer.executes,
             details=_details(spec.scheme) | moe_details(spec.moe, layer.block),
             status=answer.status,
             container=first.storage.container,
             stored_dtype=first.stored_dtype,
-            legal_tp=self._legal_tp(layer, tp_cuts, status),
+            legal_tp=self._legal_tp(layer, tp_cuts, status, spans),
             legal_ep=tuple(_divisors(spec.moe.experts)) if spec.moe is not None else (),
             decided_by=PlanRule(first.decided_by.file, first.decided_by.rule, first.decided_by.reading),
             backend=self._target.spec.name if capability is not None else None,
@@ -219,14 +228,15 @@ class LayerPlanner:
             return self._target.tp * self._target.ep
         return self._target.tp if layer.split.style != "replicated" else 1
 
-    def _legal_tp(self, layer: PackedLayer, cuts: dict[int, Cut], status: str) -> tuple[int, ...]:
+    def _legal_tp(
+        self, layer: PackedLayer, cuts: dict[int, Cut], status: str, spans: Mapping[str, int]
+    ) -> tuple[int, ...]:
         """Sizes at which no shard cuts anything and, where a kernel runs the whole layer, one runs the shard."""
         legal = tuple(size for size, cut in cuts.items() if cut.legal)
-        if status != "ok" or self._match(layer.spec).chosen is None:
+        if status != "ok" or self._match(layer.spec, spans).chosen is None:
             return legal
-        return tuple(
-            size for size in legal if self._match(rank_spec(layer.spec, layer.split, size, 1)).chosen is not None
-        )
+        shards = {size: rank_spec(layer.spec, layer.split, size, 1) for size in legal}
+        return tuple(size for size, shard in shards.items() if self._match(shard, spans).chosen is not None)
 
     # -- kernels ------------------------------------------------------------------------------------
 
@@ -370,14 +380,6 @@ def _joined(layer: PackedLayer, *, declared: bool) -> str | None:
     ids = [(m.declared.id if m.declared else None) if declared else m.stored_id for m in modules]
     known = [text for text in dict.fromkeys(ids) if text is not None]
     return "+".join(known) if known else None
-
-
-def _with_w2(answer: _Answer, spec: LayerSpec) -> str | None:
-    """What executes, joined like `stored` with what w2 executes where that has another scheme."""
-    second = spec.moe.w2_scheme if spec.moe is not None else None
-    if answer.executes is None or answer.capability is None or second is None:
-        return answer.executes
-    return f"{answer.executes}+{second.weight_id}/{answer.capability.executes or second.activation_id}"
 
 
 def _divisors(count: int) -> Iterable[int]:

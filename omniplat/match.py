@@ -58,7 +58,8 @@ def decide(
     if capability.op != spec.op:
         return Rejected("op", capability.op, spec.op)
     instead = ""
-    for scheme in filter(None, (spec.scheme, spec.moe.w2_scheme if spec.moe else None)):
+    schemes = tuple(filter(None, (spec.scheme, spec.moe.w2_scheme if spec.moe else None)))
+    for scheme in schemes:
         if not matches(capability.weights, scheme.weight_id):
             return Rejected("weight", ", ".join(capability.weights), scheme.weight_id)
         declared = scheme.activation_id
@@ -94,8 +95,8 @@ def decide(
         limit = span_limit(source, capability.via)
         if limit is not None and span > limit:
             return Rejected("span of scales", f"<= {limit} binades for {capability.via}", f"{span}")
-    activation = capability.executes or spec.scheme.activation_id
-    return Accepted(f"{spec.scheme.weight_id}/{activation}", capability.via, instead)
+    executes = "+".join(f"{scheme.weight_id}/{capability.executes or scheme.activation_id}" for scheme in schemes)
+    return Accepted(executes, capability.via, instead)
 
 
 def unmet(requirement: str, device: Device) -> str:

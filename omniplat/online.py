@@ -175,6 +175,16 @@ def ignored_by(
         raise UsageError(f"ignored_layers: {pattern!r} is no regular expression: {exc}") from exc
 
 
+#: A transformer block in a module's path, the outermost: the list that it is in, and its number there.
+_BLOCK = re.compile(r"(.*?(?:^|\.)(?:\w*blocks|layers?|h))\.(\d+)(?:\.|$)")
+
+
+def block_of(name: str) -> tuple[str, int] | None:
+    """The transformer block that a module belongs to, as its list's name and its number; None for no block."""
+    match = _BLOCK.match(name)
+    return (match[1], int(match[2])) if match else None
+
+
 def no_leading_blocks(method: Method, where: str) -> UsageError:
     """The error for a model whose transformer blocks are not recognised. Also where their number is the default: that
     they stay is what the method promises, and everything would be quantized without a word."""

@@ -30,7 +30,7 @@ from omniplat.reencoding import REENCODINGS, span_limit
 #: Roles that hold scales, of a dialect's own or canonical. They are multipliers or divisors: none may be NaN or Inf.
 SCALE_ROLES = (
     *("scale", "scale2", "scale_second", "nested_scale", "requantization_scale", "deq_scale"),
-    *("channel_scale", "pre_scale", "smooth_factor"),
+    *("channel_scale", "pre_scale", "smooth_factor", "scale_and_zero"),
 )
 #: Those of which one value holds for a whole tensor: 0 would make all of it 0, which no producer means.
 SINGLE_ROLES = ("global_scale", "tensor_scale", "input_scale", "input_global_scale")

@@ -18,6 +18,7 @@ from omniplat.device import ARCHITECTURES
 from omniplat.errors import InvalidSchemeError
 from omniplat.layer import LayerSpec, MoeSpec
 from omniplat.oracle.codecs import ROUNDINGS
+from omniplat.oracle.scales import E8M0_RULES
 from omniplat.scheme import Scheme, TensorQuant, low_rank_base, parse_activation_id, parse_weight_id
 
 OPS = ("linear", "moe")
@@ -111,7 +112,7 @@ def rule_variants(quant: TensorQuant | None) -> tuple[TensorQuant, ...]:
         return ()
     base = low_rank_base(quant) or quant
     if base.scale_format == "e8m0":
-        rules: tuple[str, ...] = ("floor", "even", "even-m1", "ceil", "rceil")
+        rules: tuple[str, ...] = E8M0_RULES
     elif not base.symmetric:
         rules = ("absmax",)
     elif base.is_integer:

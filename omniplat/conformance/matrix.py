@@ -93,6 +93,7 @@ def _same(entry: Mapping[str, Any], capability: Capability) -> bool:
         and tuple(entry["weights"]) == capability.weights
         and tuple(entry["activations"]) == capability.activations
         and entry["executes"] == capability.executes
+        and entry.get("scale_format", "") == capability.scale_format
         and _covers(entry.get("scale_rules", ()), capability.scale_rules)
         and _covers(entry.get("roundings", ()), capability.roundings)
     )

@@ -8,24 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from omniplat.canonical import Array, CanonicalWeight
+from omniplat.checkpoint.reader import NUMPY_DTYPES
 
-#: NumPy dtype -> name in the header of a safetensors file.
-DTYPE_NAMES = {
-    np.dtype(ml_dtypes.bfloat16): "BF16",
-    np.dtype(ml_dtypes.float8_e4m3fn): "F8_E4M3",
-    np.dtype(ml_dtypes.float8_e5m2): "F8_E5M2",
-    np.dtype(np.float16): "F16",
-    np.dtype(np.float32): "F32",
-    np.dtype(np.int8): "I8",
-    np.dtype(np.uint8): "U8",
-    np.dtype(np.int16): "I16",
-    np.dtype(np.int32): "I32",
-    np.dtype(np.int64): "I64",
-}
+#: NumPy dtype -> name in the header of a safetensors file; bytes are U8, whatever they mean.
+DTYPE_NAMES = {dtype: name for name, dtype in NUMPY_DTYPES.items() if name != "F8_E8M0"}
 
 
 @dataclass(frozen=True, slots=True)

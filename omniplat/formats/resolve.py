@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from omniplat.checkpoint.folder import MAX_METADATA_TENSOR_BYTES, Component
-from omniplat.checkpoint.modules import Module, group_modules
+from omniplat.checkpoint.modules import WEIGHT_LEAVES, Module, group_modules
 from omniplat.errors import UnsupportedOptionError
 from omniplat.findings import Finding, finding
 from omniplat.formats.agreement import agrees, hint_from_headers, settled, stored_id
@@ -21,7 +21,7 @@ from omniplat.formats.detect import Read, unusable
 from omniplat.formats.idle import idle_findings
 from omniplat.formats.matching import ModuleIndex
 from omniplat.formats.notes import Notes
-from omniplat.formats.recognise import CODE_SCALES, CODES, QUANT_LEAVES, SHAPE_LEAF, Stored, recognise, small_values
+from omniplat.formats.recognise import CODE_SCALES, QUANT_LEAVES, SHAPE_LEAF, Stored, recognise, small_values
 from omniplat.formats.resolved import DecidedBy, ResolvedModule
 from omniplat.formats.rule_hits import RuleHits
 from omniplat.formats.stated import STATED_SHAPES, stated_shapes
@@ -345,7 +345,7 @@ class _Resolver:
 
     def _note_orphans(self, module: Module) -> None:
         orphans = tuple(leaf for leaf in module.leaves if leaf in QUANT_LEAVES)
-        if not CODE_SCALES.isdisjoint(orphans) and CODES.isdisjoint(module.leaves):
+        if not CODE_SCALES.isdisjoint(orphans) and WEIGHT_LEAVES.isdisjoint(module.leaves):
             self._notes.add(module.name, "missing-tensor", detail="weight")
         elif orphans:
             self._notes.add(module.name, "unexpected-tensor", detail=", ".join(orphans))

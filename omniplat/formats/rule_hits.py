@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from omniplat.errors import UnsupportedOptionError
-from omniplat.formats.aliases import Aliases, AliasIndex
+from omniplat.formats.aliases import Aliases
 from omniplat.formats.declared import READINGS, Declaration, Declared, Rule
 from omniplat.formats.matching import Matcher, ModuleIndex
 
@@ -44,19 +44,22 @@ class RuleHits:
         return {reading: found[id(rule.matcher(reading))] for reading in READINGS}
 
     def _elsewhere(self, rule: Rule, matchers: dict[int, Matcher]) -> dict[int, frozenset[str]]:
-        def confirmed(names: AliasIndex, matcher: Matcher) -> frozenset[str]:
-            return frozenset(name for name in names.hits(matcher) if self._agrees(name, rule.declared))
+        def confirmed(hits: dict[int, list[str]]) -> dict[int, frozenset[str]]:
+            return {
+                key: frozenset(name for name in names if self._agrees(name, rule.declared))
+                for key, names in hits.items()
+            }
 
-        found = {key: confirmed(self._aliases.engine, matcher) for key, matcher in matchers.items()}
+        engine = {key: list(self._aliases.engine.hits(matcher)) for key, matcher in matchers.items()}
+        found = confirmed(engine)
         if any(found.values()):
-            if not rule.declared.quantizes:
-                named = {name for matcher in matchers.values() for name in self._aliases.engine.hits(matcher)}
-                if named != set().union(*found.values()):
-                    self.respelled[rule.kind] |= named
-        else:
-            found = {key: confirmed(self._aliases.spelled, matcher) for key, matcher in matchers.items()}
-            if any(found.values()):
-                self.respelled[rule.kind].update(*found.values())
+            named = {name for names in engine.values() for name in names}
+            if not rule.declared.quantizes and named != set().union(*found.values()):
+                self.respelled[rule.kind] |= named
+            return found
+        found = confirmed({key: list(self._aliases.spelled.hits(matcher)) for key, matcher in matchers.items()})
+        if any(found.values()):
+            self.respelled[rule.kind].update(*found.values())
         return found
 
     def of_scope(self, declaration: Declaration) -> frozenset[str] | None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from omniplat.errors import UsageError
 from omniplat.integrations.vllm_names import EngineLayers
 from omniplat.models.advice import why_sensitive
-from omniplat.online import Method, ignored_by, no_leading_blocks
+from omniplat.online import Method, block_of, ignored_by, no_leading_blocks
 from omniplat.packed import PackedLayer, Part
 from omniplat.planner import PlannedLayer
 from omniplat.scheme import Scheme
-
-#: A transformer block in a module's path, and its number.
-_BLOCK = re.compile(r"(?:.*\.)?(?:\w*blocks|layers?|h)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +52,11 @@ def choose_online(method: Method, layers: EngineLayers) -> OnlineChoice:
         if not hits:
             raise UsageError(f"ignored_layers: {entry!r} names no layer of the checkpoint")
         kept |= dict.fromkeys(hits, f"ignored_layers[{entry!r}]")
-    if method.leading_blocks and not any(_BLOCK.match(name) for name in names):
+    if method.leading_blocks and not any(block_of(name) for name in names):
         raise no_leading_blocks(method, f"in {component or 'the model'}")
     for name in names:
-        block = _BLOCK.match(name)
-        if block is not None and int(block[1]) < method.leading_blocks:
+        block = block_of(name)
+        if block is not None and block[1] < method.leading_blocks:
             kept.setdefault(name, f"num_bf16_fallback_layers={method.leading_blocks}")
         if method.keep_sensitive and (reason := why_sensitive(name, layers.component.config)):
             kept.setdefault(name, reason)

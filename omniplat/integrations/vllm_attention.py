@@ -7,7 +7,6 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
 from omniplat.errors import InvalidCheckpointError
-from omniplat.formats.kv_cache import cache_scales
 from omniplat.integrations.vllm_names import EngineLayers
 
 #: Parameters of vLLM's attention that hold scales.
@@ -23,7 +22,7 @@ def attention_method(
     checkpoint has scales. Raises InvalidCheckpointError for scales under names that vLLM does not take.
     """
     method = native.get_quant_method(layer, prefix) if native is not None else None
-    scales = cache_scales(layers.component.tensors)
+    scales = layers.cache_scales
     mapper = (native or QuantizationConfig).get_cache_scale_mapper()
     for name in scales:
         if not all(mapped.endswith(_PARAMETERS) for mapped in mapper.apply_list([name])):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from functools import cached_property
 
 from omniplat.checkpoint.folder import Component
 from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.engines import Tensors, tensors_below, undeliverable
 from omniplat.errors import InvalidCheckpointError, UsageError
+from omniplat.formats.kv_cache import cache_scales
 from omniplat.models.family import Family
 from omniplat.packed import select_part
 from omniplat.packing import family_of
@@ -55,6 +57,11 @@ class EngineLayers:
                 for reason, modules in undeliverable(engine, self.family, layer.packed, self._below).items():
                     raise InvalidCheckpointError(f"{engine} cannot load it: {reason}", key=modules[0])
         self.rename(lambda name: name)
+
+    @cached_property
+    def cache_scales(self) -> tuple[str, ...]:
+        """Tensors of the component that are scales of the KV cache."""
+        return tuple(cache_scales(self.component.tensors))
 
     def rename(self, engine_name: Callable[[str], str | None]) -> None:
         """Set how the engine renames a checkpoint's tensors; None stands for one that it does not load."""

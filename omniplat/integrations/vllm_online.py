@@ -127,13 +127,15 @@ class OnlineLoadingExperts:
         expert = layer._map_global_expert_id_to_local_expert_id(expert_id)
         if expert < 0:
             return False if return_success else None
+        if hasattr(layer, MEMBER):
+            raise InvalidCheckpointError("was delivered twice", key=f"{layer.layer_name}.{leaf}")
         first = layer.moe_config.tp_rank * inner
         if shard_id == "w2":
             self._online.put_w2(loaded_weight[:, first : first + inner], expert)
         else:
             start = inner if shard_id == "w3" else 0
             self._online.put_w13(loaded_weight[first : first + inner], expert, rows=range(start, start + inner))
-        if not self._online.missing:
+        if self._online.complete:
             layer.add_module(MEMBER, self._online.finish(param.device, self._workspaces))
         return True if return_success else None
 

@@ -188,6 +188,7 @@ class Arrivals:
         slot = self._slots.get(name)
         if slot is None or key.expert >= form.experts:
             raise UsageError(f"{name}: the model has no expert {key.expert} of that")
+        tensor = self._slots.converted(name, tensor, self._device)
         if name not in self.values:
             self.values[name] = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype, device=self._device)
             self._experts[name] = set()

@@ -51,7 +51,7 @@ def _observer(name: str, largest: dict[str, float]) -> Callable[[nn.Module, tupl
         values: torch.Tensor = arguments[0]
         if values.numel():
             found = float(values.detach().abs().max())
-            # a NaN stays: no comparison with it holds
-            largest[name] = found if not found <= largest[name] else largest[name]
+            # max keeps a NaN that comes first; one that comes later has to be taken
+            largest[name] = found if math.isnan(found) else max(largest[name], found)
 
     return observe

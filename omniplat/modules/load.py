@@ -16,7 +16,7 @@ from omniplat.checkpoint.reader import ShardReader
 from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.device import Device
 from omniplat.document import Plan
-from omniplat.errors import BackendUnavailableError, UsageError
+from omniplat.errors import UsageError
 from omniplat.modules.layers import ModelExperts, ModelLinear
 from omniplat.modules.places import Names, Place, places_of, require_none, why_not, why_not_experts
 from omniplat.modules.renames import renames_of
@@ -231,10 +231,7 @@ class _Loading:
     # -- reading ------------------------------------------------------------------------------------
 
     def _load(self, item: PlannedLayer, reader: ShardReader, workspaces: Workspaces) -> ModelLinear | ModelExperts:
-        assert item.capability is not None
-        if not item.capability.impl:
-            raise BackendUnavailableError(str(item.layer.backend), f"kernel {item.capability.name} is only planned on")
-        kernel = load_kernel(item.capability.impl)
+        kernel = load_kernel(item.impl)
         layer = load_layer(item.packed, kernel, reader, device=self._device, workspaces=workspaces)
         if isinstance(layer, QuantExperts):
             return ModelExperts.of(layer, workspaces)

@@ -93,16 +93,24 @@ def _experts(verdict: Verdict) -> PackedLayer:
         parts=(inner, inner),
         moe=moe,
     )
-    first = Part(_module(verdict, f"{name}.{GATE_UP}", 2 * inner, hidden, stack, moe.experts))
-    second = Part(_module(verdict, f"{name}.{DOWN}", hidden, inner, stack, moe.experts))
+    first, second = (
+        Part(_module(verdict, f"{name}.{leaf}", rows, columns, stack, moe.experts, _bytes_of(held, stacks)))
+        for leaf, rows, columns, stacks in ((GATE_UP, 2 * inner, hidden, STACKS[:4]), (DOWN, hidden, inner, STACKS[4:]))
+    )
     return PackedLayer(spec, w13=((first,),), w2=((second,),), stacked=True)
 
 
+def _bytes_of(held: Mapping[str, torch.Tensor | None], names: Sequence[str]) -> int:
+    return sum(tensor.nbytes for name in names if (tensor := held.get(name)) is not None and tensor.dim() == 3)
+
+
 def _module(
-    verdict: Verdict, name: str, rows: int, columns: int, weight: torch.Tensor, experts: int = 0
+    verdict: Verdict, name: str, rows: int, columns: int, weight: torch.Tensor, experts: int = 0, held: int = 0
 ) -> ResolvedModule:
+    """`held` are the bytes of stacks in the model, which may be of any form where they stay."""
     scheme, is_kept = _scheme(verdict), verdict.method is None
     one = rows * columns * weight.element_size() if is_kept else _stored_bytes(scheme.weight, rows, columns)
+    size = held if is_kept and experts else one * max(experts, 1)
     shape = (experts, rows, columns) if experts else (rows, columns)
     return ResolvedModule(
         name,
@@ -112,7 +120,7 @@ def _module(
         Storage("plain", ""),
         rows,
         columns,
-        {"codes": TensorInfo(f"{name}.weight", "", shape, "", 0, one * max(experts, 1))},
+        {"codes": TensorInfo(f"{name}.weight", "", shape, "", 0, size)},
         DecidedBy("", verdict.reason),
         "unquantized" if is_kept else "ok",
         experts,

@@ -58,7 +58,9 @@ class Names:
         knows them ahead: names are then renamed, and have no prefix."""
         model, wanted = set(known), sorted({name for name in stored if name})
         self._renames = renames
-        plain, renamed = _prefixes(model, wanted), _prefixes(model, [renames.module(name) for name in wanted])
+        changed = [renames.module(name) for name in wanted]
+        plain = _prefixes(model, wanted)
+        renamed = plain if changed == wanted else _prefixes(model, changed)
         self._renamed = renames.always or not wanted or renamed.fitting > plain.fitting
         self._prefixes = renamed if self._renamed else plain
 
@@ -98,17 +100,20 @@ class _Prefixes:
 def _prefixes(model: Collection[str], wanted: Sequence[str]) -> _Prefixes:
     """The least change among those under which most of the wanted names are the model's."""
     votes: Counter[tuple[str, str]] = Counter({("", ""): sum(name in model for name in wanted)})
-    tails: dict[str, list[str]] = defaultdict(list)
+    heads: dict[str, list[str]] = defaultdict(list)
     for name in model:
-        tails[name.rpartition(".")[2]].append(name)
+        for start in _starts(name):
+            heads[name[start:]].append(name[:start])
     for name in wanted:
-        for candidate in tails[name.rpartition(".")[2]]:
-            if candidate.endswith("." + name):
-                votes["", candidate.removesuffix(name)] += 1
-            elif name.endswith("." + candidate):
-                votes[name.removesuffix(candidate), ""] += 1
+        votes.update(("", head) for head in heads[name])
+        votes.update((name[:start], "") for start in _starts(name) if name[start:] in model)
     best = max(votes, key=lambda pair: (votes[pair], -len(pair[0]) - len(pair[1]), pair))
     return _Prefixes(*best, votes[best])
+
+
+def _starts(name: str) -> list[int]:
+    """Where the parts of a dotted name begin, but for the first."""
+    return [index + 1 for index, letter in enumerate(name) if letter == "."]
 
 
 def require_none(what: str, problems: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from omniplat.api import make_target, require_runnable, require_torch
 from omniplat.canonical import CanonicalWeight
 from omniplat.device import Device
 from omniplat.document import Plan, PlanCheckpoint
-from omniplat.errors import BackendNotInstalledError, BackendUnavailableError, UsageError
+from omniplat.errors import BackendNotInstalledError, UsageError
 from omniplat.modules.arrivals import Arrivals, Arriving, ArrivingExperts, ArrivingLinear
 from omniplat.modules.calibrate import calibrated_scales
 from omniplat.modules.experts import experts_form, holds_stacks
@@ -183,11 +183,8 @@ class _Making:
         slots.fill(arrivals.values, self._device)
 
     def _arriving(self, item: PlannedLayer, verdict: Verdict) -> Arriving:
-        assert item.capability is not None
         assert verdict.method is not None
-        if not item.capability.impl:
-            raise BackendUnavailableError(str(item.layer.backend), f"kernel {item.capability.name} is only planned on")
-        kernel, spec = load_kernel(item.capability.impl), item.packed.spec
+        kernel, spec = load_kernel(item.impl), item.packed.spec
         rounding: Rounding = round_to_nearest
         if verdict.method.name == "bitsandbytes":
             rounding = _by_bitsandbytes(verdict.method.compress_statistics)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -30,9 +31,9 @@ def arriving_tensors(
     for a checkpoint of several components and for a weight that transformers would convert.
     """
     if isinstance(source, (str, os.PathLike)):
-        tensors = _infos(source)
+        root, tensors = _infos(source)
         names = _names(model, places, tuple(tensors), key_mapping)
-        pairs = _read(source, tensors)
+        pairs = _read(root, tensors)
     elif isinstance(source, Mapping):
         names = _names(model, places, tuple(source), key_mapping)
         pairs = iter(source.items())
@@ -62,19 +63,19 @@ def _names(
     return Names(places, owners, renames_of(model, stored, key_mapping))
 
 
-def _infos(folder: str | os.PathLike[str]) -> dict[str, TensorInfo]:
-    """Tensors of a checkpoint in the order in which they lie on disk."""
+def _infos(folder: str | os.PathLike[str]) -> tuple[Path, dict[str, TensorInfo]]:
+    """Where a checkpoint's shards are, and its tensors in the order in which they lie on disk."""
     require_files(folder)
     opened = open_checkpoint(folder)
     if len(opened.components) != 1:
         found = ", ".join(item.name for item in opened.components)
         raise UsageError(f"{folder} has several components: name the folder of one of them ({found})")
-    tensors = opened.components[0].tensors
-    return dict(sorted(tensors.items(), key=lambda item: (item[1].shard, item[1].start)))
+    (component,) = opened.components
+    return component.root, dict(sorted(component.tensors.items(), key=lambda item: (item[1].shard, item[1].start)))
 
 
-def _read(folder: str | os.PathLike[str], tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, torch.Tensor]]:
-    reader = ShardReader(open_checkpoint(folder).components[0].root)
+def _read(root: Path, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, torch.Tensor]]:
+    reader = ShardReader(root)
     for name, info in tensors.items():
         yield name, _read_one(reader, info)
 

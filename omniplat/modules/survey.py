@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,12 +15,9 @@ from omniplat.models.advice import FLOAT_COMPONENT_REASON, FLOAT_COMPONENTS, is_
 from omniplat.modules.experts import ExpertsForm, experts_form, holds_stacks
 from omniplat.modules.layers import ModelExperts, ModelLinear
 from omniplat.modules.places import WRAPPED, Place, places_of, plain_name, require_none, why_not, why_not_below
-from omniplat.online import Method, Routing, ignored_by, no_leading_blocks
+from omniplat.online import Method, Routing, block_of, ignored_by, no_leading_blocks
 from omniplat.packing import family_of
 from omniplat.registry import MODELS, Registry
-
-#: A transformer block in a module's path, the outermost.
-_BLOCK = re.compile(r"(.*?(?:^|\.)(?:\w*blocks|layers?|h)\.\d+)(?:\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,22 +263,22 @@ class Survey:
         """What has leading blocks of its own: each part of a pipeline, under each named prefix."""
         return self._routing.component_of(name), name.partition(".")[0] if self._is_pipeline else ""
 
-    def _transformer_blocks(self) -> dict[tuple[str | None, str], list[str]]:
+    def _transformer_blocks(self) -> dict[tuple[str | None, str], list[tuple[str, int]]]:
         """The transformer blocks of every group, in the model's order."""
-        blocks: dict[tuple[str | None, str], dict[str, None]] = {}
+        blocks: dict[tuple[str | None, str], dict[tuple[str, int], None]] = {}
         for name in self.places:
-            if match := _BLOCK.match(name):
-                blocks.setdefault(self._group(name), {})[match[1]] = None
+            if block := block_of(name):
+                blocks.setdefault(self._group(name), {})[block] = None
         return {group: list(found) for group, found in blocks.items()}
 
     def _leading_blocks(self) -> frozenset[str]:
         """Modules of the blocks that a method leaves alone because they come first."""
         kept: set[str] = set()
         for name in self.places:
-            method, match = self._routing.of(name), _BLOCK.match(name)
-            if method is not None and match:
+            method, block = self._routing.of(name), block_of(name)
+            if method is not None and block:
                 leading = self._blocks[self._group(name)][: method.leading_blocks]
-                kept |= {name} if match[1] in leading else set()
+                kept |= {name} if block in leading else set()
         return frozenset(kept)
 
     def _ignored_layers(self) -> dict[str, str]:

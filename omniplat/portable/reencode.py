@@ -9,6 +9,7 @@ import torch
 
 from omniplat.errors import InvalidCheckpointError
 from omniplat.reencoding import Reencoding, rule_for
+from omniplat.runtime.finite import e8m0_scale
 from omniplat.runtime.tensors import WeightTensors
 from omniplat.scheme import TensorQuant, parse_weight_id
 
@@ -37,7 +38,7 @@ def reencode(weight: WeightTensors, target: str, name: str = "") -> WeightTensor
     """
     quant = weight.scheme.weight
     rule = rule_for(weight.scheme.weight_id, target)
-    codes, scale = weight.tensors["codes"], weight.tensors["scale"]
+    codes, scale = weight.tensors["codes"], e8m0_scale(weight.tensors["scale"], name)
     lead = codes.shape[:-1]
     flat_codes, flat_scale = codes.reshape(-1, codes.shape[-1]).view(torch.uint8), scale.reshape(-1, scale.shape[-1])
     dtype = torch.int8 if target.startswith("int8") else torch.uint8
@@ -46,8 +47,6 @@ def reencode(weight: WeightTensors, target: str, name: str = "") -> WeightTensor
     for start in range(0, flat_codes.shape[0], _ROWS):
         rows = slice(start, start + _ROWS)
         groups = _groups(flat_codes[rows], flat_scale[rows], quant)
-        if bool((flat_scale[rows] == 255).any()):
-            raise InvalidCheckpointError("a scale is NaN", key=name)
         _require_span(groups, rule, name)
         elements = _elements(flat_codes[rows], quant)
         new_codes[rows], new_scale[rows] = (_as_int8 if dtype == torch.int8 else _as_fp8)(elements, groups, quant, rule)

@@ -8,10 +8,10 @@ from functools import lru_cache
 import msgspec
 import torch
 
-from omniplat.errors import InvalidCheckpointError
 from omniplat.oracle.codecs import element_values
 from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_WEIGHTS
 from omniplat.portable.words import DEPTH, from_words, to_words
+from omniplat.runtime.finite import e8m0_scale, fp8_codes
 from omniplat.runtime.tensors import WeightTensors
 from omniplat.scheme import TensorQuant
 
@@ -79,11 +79,13 @@ def _float_scale(scale: torch.Tensor) -> torch.Tensor:
     return scale if scale.dtype in _SCALES else scale.to(torch.float32)
 
 
-def _stored_scale(weight: WeightTensors, form: WordForm) -> torch.Tensor:
+def _stored_scale(weight: WeightTensors, form: WordForm, name: str) -> torch.Tensor:
     scale = weight.tensors["scale"]
     if form.scale == "none":
         return torch.empty((*weight.tensors["codes"].shape[:-2], 1, 0), dtype=torch.float32, device=scale.device)
-    return (scale.view(torch.uint8) if form.scale in ("e8m0", "e4m3") else _float_scale(scale)).contiguous()
+    if form.scale == "e8m0":
+        return e8m0_scale(scale, name).contiguous()
+    return (scale.view(torch.uint8) if form.scale == "e4m3" else _float_scale(scale)).contiguous()
 
 
 def _row_scale(weight: WeightTensors, form: WordForm) -> torch.Tensor | None:
@@ -95,12 +97,12 @@ def _row_scale(weight: WeightTensors, form: WordForm) -> torch.Tensor | None:
 
 def _bytes_of(codes: torch.Tensor, quant: TensorQuant, name: str) -> torch.Tensor:
     """One code a byte, uint8 [N, K]: bits of floats, numbers above the smallest of integers."""
+    if quant.element == "fp8_e4m3":
+        return fp8_codes(codes, name)
     stored = codes.contiguous().view(torch.uint8)
     if quant.bits == 4:
         stored = torch.stack((stored & 15, stored >> 4), dim=2).flatten(1)
         return stored ^ 8 if quant.element == "int4" else stored
-    if quant.element == "fp8_e4m3" and bool(((stored & 0x7F) == 0x7F).any()):
-        raise InvalidCheckpointError("fp8_e4m3 weight holds NaN", key=name)
     return stored ^ 128 if quant.element == "int8" else stored
 
 
@@ -117,12 +119,12 @@ def word_tensors(weight: WeightTensors, form: WordForm, name: str) -> dict[str, 
     """The buffers of a weight that `why_not` allows: `words` int16 [N, K * bits / 16] (K filled up to whole blocks);
     `scale` as stored, [N, G], or [ceil(N/bn), ceil(K/bk)] of blocks; `zero` uint8 or f32 [N, G]; `row_scale` f32 [N],
     one factor for each row; `table` f32 [16] of codes that are no numbers; `pre_scale` f32 [K]. Experts lead, but for
-    `table`. Raises InvalidCheckpointError, naming the layer `name`, for NaN codes."""
+    `table`. Raises InvalidCheckpointError, naming the layer `name`, for codes and e8m0 scales of NaN."""
     codes = weight.tensors["codes"]
     rows = _bytes_of(codes.reshape(-1, codes.shape[-1]), weight.scheme.weight, name)
     tensors = {
         "words": to_words(rows, form.bits, form.depth).view(*codes.shape[:-1], -1),
-        "scale": _stored_scale(weight, form),
+        "scale": _stored_scale(weight, form, name),
     }
     if (row_scale := _row_scale(weight, form)) is not None:
         tensors["row_scale"] = row_scale

@@ -81,6 +81,18 @@ def test_experts_that_stay_arrive_too(split: bool) -> None:
     assert_equal(arrived, model)
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_codes_are_no_weights_of_experts_that_stay(split: bool) -> None:
+    tensors = dict(tiny.stacked().state_dict())
+    arriving = dict(one_by_one(tensors)) if split else tensors
+    name = next(key for key in arriving if "down_proj" in key and key.startswith(STACK))
+    method = {"method": "mxfp8", "ignored_layers": ["*.experts"]}
+    with pytest.raises(InvalidCheckpointError, match=r"is torch\.int8; the model's is torch\.float32"):
+        omniplat.quantize_model(
+            empty(experts=True), method, "cpu", weights=arriving | {name: arriving[name].to(torch.int8)}
+        )
+
+
 def test_names_of_what_arrives_may_differ() -> None:
     model, arrived = tiny.decoder(), empty()
     tensors = {f"outer.{name}": tensor for name, tensor in model.state_dict().items()}

@@ -119,6 +119,8 @@ class Unused(nn.Module):
         (tiny.decoder, STATIC, [torch.zeros(2, 64)], "saw nothing but zeros"),
         (tiny.decoder, STATIC, [tiny.rows() * float("nan")], "is not finite"),
         (tiny.decoder, STATIC, [tiny.rows(), tiny.rows() * float("inf")], "is not finite"),
+        (tiny.decoder, STATIC, [tiny.rows() * float("nan"), tiny.rows()], "is not finite"),
+        (tiny.decoder, STATIC, [tiny.rows(), tiny.rows() * float("nan")], "is not finite"),
         (Unused, STATIC, [tiny.rows()], "unused saw nothing but zeros, or was never called"),
         (tiny.stacked, STATIC, [tiny.rows()], r"holds experts, .*no static activations"),
         (tiny.decoder, {**STATIC, "weight_block_size": [128, 128]}, [tiny.rows()], "weight_block_size goes with"),

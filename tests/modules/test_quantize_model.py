@@ -17,7 +17,7 @@ from omniplat import oracle
 from omniplat.errors import BackendNotInstalledError, UnsupportedCombinationError, UsageError
 from omniplat.integrations.online_layers import choose_online
 from omniplat.modules.layers import ModelExperts, ModelLinear
-from omniplat.online import METHODS, parse_method
+from omniplat.online import METHODS, block_of, parse_method
 from omniplat.scheme import Scheme
 from tests.modules import tiny
 from tests.modules.tiny import Adapter
@@ -579,3 +579,26 @@ def test_a_component_that_has_nothing_to_quantize_is_named(routing: dict[str, An
     with pytest.raises(UsageError, match=reason):
         omniplat.quantize_model(pipeline, routing, "cpu")
     assert not any(quantized(part) for part in pipeline.components.values() if isinstance(part, nn.Module))
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("blocks.7.layers.0.to_q", ("blocks", 7)),
+        ("transformer_blocks.12.attn.to_q", ("transformer_blocks", 12)),
+        ("model.layers.3.mlp.experts", ("model.layers", 3)),
+        ("encoder.layer.0.attention", ("encoder.layer", 0)),
+        ("x_embedder", None),
+        ("blocks.norm", None),
+    ],
+)
+def test_a_block_is_the_outermost(name: str, block: tuple[str, int] | None) -> None:
+    assert block_of(name) == block
+
+
+def test_the_plan_counts_stacks_that_stay_once() -> None:
+    model = tiny.stacked()
+    plan = omniplat.quantize_model(model, {"method": "int8", "ignored_layers": ["*.experts"]}, "cpu")
+    (layer,) = [layer for layer in plan.layers if layer.op == "moe"]
+    held = model.get_submodule(layer.name)
+    assert layer.stored_bytes == sum(parameter.nbytes for parameter in held.parameters())

@@ -14,19 +14,20 @@ from hypothesis import strategies as st
 
 from omniplat.api import load, make_planned, plan
 from omniplat.backend import BackendSpec
-from omniplat.canonical import Array
-from omniplat.capability import Capability
+from omniplat.canonical import ROLES, Array
+from omniplat.capability import Capability, ShapeRule
 from omniplat.checkpoint.folder import open_checkpoint
 from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.device import Device
 from omniplat.document import Plan
 from omniplat.errors import InvalidCheckpointError
+from omniplat.formats.storage import STORED_ROLES
 from omniplat.oracle import pack_nibbles
 from omniplat.oracle.reencode import row_spans
 from omniplat.planner import Target, make_plan
-from omniplat.preflight import Scan, exponent_spans, scan_layer
+from omniplat.preflight import SCALE_ROLES, SINGLE_ROLES, Scan, exponent_spans, scan_layer
 from omniplat.reencoding import REENCODINGS
-from omniplat.registry import FORMATS, default_registry
+from omniplat.registry import FORMATS, MODELS, default_registry
 from omniplat.scheme import parse_weight_id
 from tests.support.checkpoints import Shapes, mxfp4, mxfp8, write_checkpoint
 
@@ -124,6 +125,24 @@ def test_a_span_beyond_the_limit_forbids_the_reencoding(
         assert needed in [trace.rejected for trace in layer.trace]
 
 
+def test_legal_sizes_are_those_of_the_kernel_that_the_spans_leave(tmp_path: Path) -> None:
+    """The re-encoding would take any shard; the other kernel takes the whole layer only."""
+    limit = REENCODINGS["mxfp4", "fp8-channel"].max_span
+    moved = Capability("moved", "linear", ("mx*",), ("*",), priority=9, via="fp8-channel", executes="a16", impl="any:K")
+    shapes = (ShapeRule("in", minimum=K), ShapeRule("out", minimum=N))
+    direct = Capability("direct", "linear", ("mx*",), ("*",), shapes=shapes, impl="any:K")
+    target = Target(BackendSpec("made-up", 1, ("cuda",), (moved, direct)), Device("cuda", "sm90"))
+    registry = default_registry()
+    formats = [registry.load(FORMATS, name) for name in registry.names(FORMATS)]
+    families = [family for name in registry.names(MODELS) for family in registry.load(MODELS, name)]
+    for span, kernel, sizes in ((limit, "moved", (1, 2)), (limit + 1, "direct", (1,))):
+        opened = open_checkpoint(mx_checkpoint(tmp_path / str(span), 4, spanning(span)))
+        layer = make_plan(opened, target, formats, families, scan="needed").plan.layer(NAME)
+        assert layer.kernel == kernel
+        assert layer.legal_tp[: len(sizes)] == sizes
+        assert (len(layer.legal_tp) == 1) == (kernel == "direct")
+
+
 def test_a_kernel_that_does_not_depend_on_values_asks_for_no_scan(tmp_path: Path) -> None:
     folder = mx_checkpoint(tmp_path / "c", 4, spanning(3))
     assert plan_with_reencoding(folder, "int8-g32", "needed").layer(NAME).scale_spans == {}
@@ -188,6 +207,12 @@ def test_scales_that_are_not_finite_are_found_without_loading(
         assert [item.modules for item in seen.findings if item.code == "scale-not-finite"] == [(NAME,)]
         with pytest.raises(InvalidCheckpointError, match="scale not finite"):
             load(folder, "cpu")
+
+
+def test_every_role_that_holds_scales_is_looked_at() -> None:
+    named = {role for role in (*ROLES, *STORED_ROLES) if "scale" in role}
+    # a sum of codes times scales, and not a scale
+    assert named - {"scale_bias"} <= {*SCALE_ROLES, *SINGLE_ROLES}
 
 
 def test_the_byte_255_is_no_scale(tmp_path: Path) -> None:

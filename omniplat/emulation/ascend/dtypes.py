@@ -37,11 +37,6 @@ _NUMBERS: dict[int, torch.dtype | str] = {
     296: FP4,
 }
 
-#: NPU numbers, which the device's kernels pass.
-NPU_FP8_E4M3 = 292
-NPU_E8M0 = 293
-NPU_FP4 = 296
-
 
 def element(emulation: Emulation, op: str, number: int | None, default: torch.dtype | str) -> torch.dtype | str:
     """The dtype or element format that an argument names; `default` where it is None."""

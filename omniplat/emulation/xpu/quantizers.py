@@ -31,13 +31,6 @@ def to_fp8(values: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype) -> t
     return torch.fmax(-largest, torch.fmin(values * inverse, largest)).to(dtype)
 
 
-def mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Groups of 32 along the last dimension: e4m3 codes [..., K], f32 powers of two [..., K/32]."""
-    groups = in_groups(x.to(torch.float32), x.shape[-1] // 32)
-    scale = fp8_group_scale(groups.abs().amax(-1), 448.0, power_of_two=True)
-    return to_fp8(groups, 1.0 / scale.unsqueeze(-1), torch.float8_e4m3fn).flatten(-2), scale
-
-
 def mxfp4(x: torch.Tensor, eps: float = 1e-10) -> tuple[torch.Tensor, torch.Tensor]:
     """Groups of 32: packed codes uint8 [..., K/2] and f32 powers of two [..., K/32], at least 2^-33.
 

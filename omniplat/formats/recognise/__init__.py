@@ -12,7 +12,7 @@ from dataclasses import replace
 from omniplat.checkpoint.tensors import FLOAT_DTYPES, TensorInfo
 from omniplat.formats.declared import Declared
 from omniplat.formats.recognise.bitsandbytes import STATE, flat_four_bit, llm_int8, state_leaf
-from omniplat.formats.recognise.draft import CODE_SCALES, CODES, QUANT_LEAVES, Draft, Leaves, Stored, unknown
+from omniplat.formats.recognise.draft import CODE_SCALES, QUANT_LEAVES, Draft, Leaves, Stored, unknown
 from omniplat.formats.recognise.families import of_another_family
 from omniplat.formats.recognise.hqq import STATE_LEAVES, half_quadratic
 from omniplat.formats.recognise.nibbles import packed_bytes, packed_nibbles
@@ -22,7 +22,7 @@ from omniplat.formats.recognise.unpacked import FLOAT8, float8, int8
 from omniplat.formats.recognise.words import SHAPE_LEAF, integer_columns, integer_rows, packed_words, shape_is_needed
 from omniplat.scheme import UNQUANTIZED
 
-__all__ = ["CODES", "CODE_SCALES", "QUANT_LEAVES", "SHAPE_LEAF", "Stored", "recognise", "small_values"]
+__all__ = ["CODE_SCALES", "QUANT_LEAVES", "SHAPE_LEAF", "Stored", "recognise", "small_values"]
 
 
 def small_values(leaves: Leaves, read: Callable[[TensorInfo], bytes]) -> tuple[tuple[str, bytes], ...]:

@@ -28,8 +28,6 @@ QUANT_LEAVES = frozenset(
         *("_weight_qdata", "_weight_scale", "weight._data", "weight._scale", "weight:qdata", "weight:_data"),
     }
 )
-#: Leaves that hold a module's own numbers, where they are one tensor of a common name.
-CODES = frozenset({"weight", "weight_packed", "qweight"})
 #: Those that scale codes: where they are, codes must be.
 CODE_SCALES = frozenset(
     {"weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "scales", "qzeros", "weight.absmax"}

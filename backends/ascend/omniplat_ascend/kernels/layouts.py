@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
+from omniplat.errors import UnsupportedCombinationError
 from omniplat.layer import LayerSpec
+from omniplat.runtime.finite import e8m0_scale, fp8_codes
 from omniplat.runtime.tensors import DTYPES, WeightTensors
 from omniplat_ascend.kernels.numbers import FRACTAL_NZ
 from omniplat_ascend.spec import SPEC
-
-#: Codes looked at in one step of the search for NaN.
-_SLICE = 1 << 24
 
 
 def integers(weight: WeightTensors) -> torch.Tensor:
@@ -31,16 +29,13 @@ def nibble_words(weight: WeightTensors) -> torch.Tensor:
 
 def fp8_bytes(weight: WeightTensors, spec: LayerSpec) -> torch.Tensor:
     """uint8 [..., N, K] of e4m3 codes; raises InvalidCheckpointError for NaN."""
-    stored = weight.tensors["codes"].contiguous().view(torch.uint8)
-    for part in torch.split(stored.reshape(-1), _SLICE):
-        if bool(((part & 0x7F) == 0x7F).any()):
-            raise InvalidCheckpointError("fp8_e4m3 weight holds NaN", key=spec.name)
-    return stored
+    return fp8_codes(weight.tensors["codes"], spec.name)
 
 
-def paired_scale(weight: WeightTensors) -> torch.Tensor:
-    """uint8 [..., N, K/64, 2] of e8m0 scales [..., N, K/32]; K is a multiple of 64."""
-    scale = weight.tensors["scale"].contiguous().view(torch.uint8)
+def paired_scale(weight: WeightTensors, spec: LayerSpec) -> torch.Tensor:
+    """uint8 [..., N, K/64, 2] of e8m0 scales [..., N, K/32]; K is a multiple of 64. Raises InvalidCheckpointError for
+    NaN."""
+    scale = e8m0_scale(weight.tensors["scale"].contiguous(), spec.name)
     return scale.view(*scale.shape[:-1], -1, 2)
 
 
@@ -110,9 +105,7 @@ def mxfp4_as_int8(weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Ten
     """MXFP4 as int8 under the same group scales, halved: exact. `codes` int8 [N, K], `scale` [K/32, N] in bf16."""
     stored = weight.tensors["codes"]
     table = torch.tensor((*_DOUBLED_FP4, *(-value for value in _DOUBLED_FP4)), dtype=torch.int8, device=stored.device)
-    scale = weight.tensors["scale"].view(torch.uint8)
-    if bool((scale == 255).any()):
-        raise InvalidCheckpointError("a scale is NaN", key=spec.name)
+    scale = e8m0_scale(weight.tensors["scale"], spec.name)
     codes = torch.empty((*stored.shape[:-1], weight.in_features), dtype=torch.int8, device=stored.device)
     codes[..., 0::2], codes[..., 1::2] = table[(stored & 15).to(torch.int64)], table[(stored >> 4).to(torch.int64)]
     halved = torch.ldexp(torch.ones(scale.shape, device=scale.device), scale.to(torch.int32) - 128)

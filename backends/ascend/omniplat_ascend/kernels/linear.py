@@ -145,7 +145,7 @@ class Mxfp8Linear(AscendLinear):
     product: ClassVar[str] = "mxfp8"
 
     def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
-        return {"codes": layouts.fp8_bytes(weight, spec), "scale": layouts.paired_scale(weight)}
+        return {"codes": layouts.fp8_bytes(weight, spec), "scale": layouts.paired_scale(weight, spec)}
 
 
 class Mxfp4Linear(AscendLinear):
@@ -155,7 +155,7 @@ class Mxfp4Linear(AscendLinear):
     product: ClassVar[str] = "mxfp4"
 
     def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
-        return {"codes": weight.tensors["codes"].contiguous(), "scale": layouts.paired_scale(weight)}
+        return {"codes": weight.tensors["codes"].contiguous(), "scale": layouts.paired_scale(weight, spec)}
 
 
 class Mxfp4A8Linear(Mxfp4Linear):
@@ -175,7 +175,7 @@ class DualLevelLinear(AscendLinear):
     def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
         return {
             "codes": layouts.in_nz(weight.tensors["codes"].contiguous().view(torch.int8)),
-            "scale": layouts.paired_scale(weight),
+            "scale": layouts.paired_scale(weight, spec),
             "scale2": weight.tensors["scale2"].to(torch.float32).t().contiguous(),
         }
 

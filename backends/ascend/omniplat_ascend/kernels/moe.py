@@ -110,7 +110,7 @@ class Mxfp8Experts(AscendExperts):
     product: ClassVar[str] = "mxfp8"
 
     def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
-        return {"codes": layouts.fp8_bytes(weight, spec), "scale": layouts.paired_scale(weight)}
+        return {"codes": layouts.fp8_bytes(weight, spec), "scale": layouts.paired_scale(weight, spec)}
 
 
 class Mxfp4Experts(AscendExperts):
@@ -120,7 +120,7 @@ class Mxfp4Experts(AscendExperts):
     product: ClassVar[str] = "mxfp4"
 
     def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
-        return {"codes": weight.tensors["codes"].contiguous(), "scale": layouts.paired_scale(weight)}
+        return {"codes": weight.tensors["codes"].contiguous(), "scale": layouts.paired_scale(weight, spec)}
 
 
 class Mxfp4A8Experts(Mxfp4Experts):

@@ -9,11 +9,12 @@ from typing import ClassVar
 import torch
 
 from omniplat.capability import Capability
-from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
+from omniplat.errors import UnsupportedCombinationError
 from omniplat.layer import LayerSpec
 from omniplat.portable import mx_grid, quantize
 from omniplat.portable.reencode import reencode
 from omniplat.runtime.declared import require_declared
+from omniplat.runtime.finite import fp8_codes
 from omniplat.runtime.kernel import MoeKernel, Prepared
 from omniplat.runtime.quant_text import encode_quant
 from omniplat.runtime.tensors import WeightTensors
@@ -55,11 +56,7 @@ class ScaledGroupedMm(MoeKernel[ExpertsConfig]):
             quants.append(self._executed(weight, spec))
             name = f"{spec.name}.{role}"
             moved = reencode(weight, self.capability.via, name) if self.capability.via else weight
-            codes = moved.tensors["codes"].contiguous().view(torch.uint8)
-            for expert in codes:
-                if bool(((expert & 0x7F) == 0x7F).any()):
-                    raise InvalidCheckpointError("fp8_e4m3 weight holds NaN", key=name)
-            tensors[f"{role}_codes"] = codes
+            tensors[f"{role}_codes"] = fp8_codes(moved.tensors["codes"], name)
             tensors[f"{role}_scale"] = moved.tensors["scale"].to(torch.float32).flatten(1).contiguous()
         assert spec.moe is not None
         first, second = (encode_quant(quant) for quant in quants)

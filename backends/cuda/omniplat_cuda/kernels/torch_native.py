@@ -12,6 +12,7 @@ import torch
 from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
 from omniplat.layer import LayerSpec
 from omniplat.portable.quantize import why_not
+from omniplat.runtime.finite import fp8_codes
 from omniplat.runtime.kernel import LinearKernel, Prepared
 from omniplat.runtime.quant_text import encode_quant
 from omniplat.runtime.tensors import WeightTensors
@@ -20,8 +21,6 @@ from omniplat_cuda.kernels import ops as _ops  # noqa: F401 -- registers the ope
 
 #: Roles that a layer of these kernels may have; `input_scale` is kept for static activations only.
 _ROLES = frozenset({"codes", "scale", "pre_scale", "input_scale", "bias"})
-#: Codes looked at in one step of the search for NaN.
-_SLICE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +122,7 @@ class ScaledMm(_TorchLinear):
     takes_one_scale: ClassVar[bool] = True
 
     def _codes(self, codes: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
-        stored = codes.contiguous().view(torch.uint8)
-        for part in torch.split(stored.reshape(-1), _SLICE):
-            if bool(((part & 0x7F) == 0x7F).any()):
-                raise InvalidCheckpointError("fp8_e4m3 weight holds NaN", key=spec.name)
-        return stored
+        return fp8_codes(codes, spec.name)
 
 
 class ScaledMmTensor(ScaledMm):

@@ -16,6 +16,7 @@ from omniplat.layer import LayerSpec
 from omniplat.portable import mx_grid
 from omniplat.portable.quantize import why_not
 from omniplat.portable.reencode import reencode
+from omniplat.runtime.finite import fp8_codes
 from omniplat.runtime.kernel import LinearKernel, Prepared
 from omniplat.runtime.quant_text import encode_quant
 from omniplat.runtime.tensors import WeightTensors
@@ -108,7 +109,7 @@ class GemmA8W8(LinearKernel[EightBitConfig]):
 
     def _weight(self, weight: WeightTensors, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes [N, K], bytes of e4m3fn where they are fp8, and scales f32 as the product reads them."""
-        return vendor.fp8_codes(weight, spec), weight.tensors["scale"].to(torch.float32).reshape(1, -1)
+        return fp8_codes(weight.tensors["codes"], spec.name), weight.tensors["scale"].to(torch.float32).reshape(1, -1)
 
     def _laid_out(self, codes: torch.Tensor) -> torch.Tensor:
         return codes
@@ -150,7 +151,7 @@ class GemmA8W8Blockscale(GemmA8W8):
         return why_not(replace(quant, granularity="token", group_size=0))
 
     def _weight(self, weight: WeightTensors, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        return vendor.fp8_codes(weight, spec), weight.tensors["scale"].to(torch.float32)
+        return fp8_codes(weight.tensors["codes"], spec.name), weight.tensors["scale"].to(torch.float32)
 
 
 class ReencodedMxfp8(GemmA8W8):

@@ -1,7 +1,8 @@
 """Experts over AITER's fused_moe, which quantizes inputs and what lies between the two products itself.
 
-A slot that chooses nothing gets the weight 0 where all experts are here. Where some are elsewhere, its id is one beyond
-the last, which the mask leaves out: ids are local ones by then, so that the mask's order is that of the weights.
+A slot that chooses nothing, or an expert that is elsewhere, gets the id one beyond the last, which a mask leaves out:
+ids are local ones by then, so that the mask's order is that of the weights. A weight of 0 would not do, since 0 times
+what overflowed is NaN.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from omniplat.errors import UsageError
 from omniplat.layer import LayerSpec, MoeSpec
 from omniplat.portable.reencode import reencode
+from omniplat.runtime.finite import e8m0_scale, fp8_codes
 from omniplat.runtime.kernel import MoeKernel, Prepared
 from omniplat.runtime.operators import experts_fake, new_library, register
 from omniplat.runtime.routing import local_ids
@@ -62,7 +64,7 @@ class FusedMoe(MoeKernel[ExpertsConfig]):
 
     def _weight(self, weight: WeightTensors, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes [E, N, K] in the dtype that the product knows them by, and scales as it reads them."""
-        return _device_fp8(vendor.fp8_codes(weight, spec), weight.tensors["scale"].to(torch.float32))
+        return _device_fp8(fp8_codes(weight.tensors["codes"], spec.name), weight.tensors["scale"].to(torch.float32))
 
     def apply(
         self,
@@ -129,7 +131,7 @@ class FusedMoeMxfp4(FusedMoe):
     quant_type: ClassVar[str] = "per_1x32"
 
     def _weight(self, weight: WeightTensors, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = vendor.mx_scale(weight, spec)
+        scale = e8m0_scale(weight.tensors["scale"], spec.name).contiguous()
         shuffled = aiter("utility.fp4_utils", "e8m0_shuffle")(scale.view(-1, scale.shape[-1]))
         return weight.tensors["codes"].contiguous().view(aiter("", "dtypes").fp4x2), shuffled
 
@@ -217,16 +219,12 @@ def _marked(weight: torch.Tensor) -> torch.Tensor:
 
 def _chosen(
     topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_map: torch.Tensor | None, experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Ids int32 [M, T], weights f32 [M, T], and the mask int32 [E + 1] where there is a map."""
-    weights = topk_weights.to(torch.float32)
-    if expert_map is None:
-        chosen = topk_ids >= 0
-        return topk_ids.clamp(min=0).to(torch.int32), (weights * chosen).contiguous(), None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids int32 [M, T], weights f32 [M, T], and the mask int32 [E + 1]."""
     local = local_ids(topk_ids, expert_map)
     ids = torch.where(local < 0, experts, local).to(torch.int32)
     mask = F.pad(torch.ones(experts, dtype=torch.int32, device=topk_ids.device), (0, 1))
-    return ids.contiguous(), weights.contiguous(), mask
+    return ids.contiguous(), topk_weights.to(torch.float32).contiguous(), mask
 
 
 register(

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from omniplat.layer import LayerSpec
+from omniplat.runtime.finite import e8m0_scale
 from omniplat.runtime.kernel import LinearKernel, Prepared
 from omniplat.runtime.tensors import WeightTensors
 from omniplat_rocm.kernels import ops as _ops  # noqa: F401 -- registers the operators
@@ -32,7 +33,7 @@ class GemmA4W4(LinearKernel[Fp4Config]):
         """Raises UnsupportedCombinationError for what is not declared, InvalidCheckpointError for scales of NaN."""
         vendor.require(weight, spec, self.name)
         vendor.layer_dtype(spec)
-        scale = vendor.mx_scale(weight, spec)
+        scale = e8m0_scale(weight.tensors["scale"], spec.name).contiguous()
         codes = weight.tensors["codes"].contiguous()
         tensors = {
             "codes": vendor.aiter("ops.shuffle", "shuffle_weight")(codes, layout=(16, 16)),
@@ -70,7 +71,7 @@ class GemmAfp4Wfp4(LinearKernel[Fp4Config]):
         """Raises UnsupportedCombinationError for what is not declared, InvalidCheckpointError for scales of NaN."""
         vendor.require(weight, spec, self.name)
         vendor.layer_dtype(spec)
-        scale = vendor.mx_scale(weight, spec).t().contiguous()
+        scale = e8m0_scale(weight.tensors["scale"], spec.name).t().contiguous()
         tensors = {"codes": weight.tensors["codes"].contiguous(), "scale": scale}
         return Prepared(tensors, Fp4Config(weight.out_features, weight.in_features))
 
@@ -98,7 +99,10 @@ class GemmA8Wfp4(LinearKernel[Fp4Config]):
         """Raises UnsupportedCombinationError for what is not declared, InvalidCheckpointError for scales of NaN."""
         vendor.require(weight, spec, self.name, "pre_scale")
         vendor.layer_dtype(spec)
-        tensors = {"codes": weight.tensors["codes"].contiguous(), "scale": vendor.mx_scale(weight, spec)}
+        tensors = {
+            "codes": weight.tensors["codes"].contiguous(),
+            "scale": e8m0_scale(weight.tensors["scale"], spec.name).contiguous(),
+        }
         if "pre_scale" in weight.tensors:
             tensors["pre_scale"] = weight.tensors["pre_scale"].to(torch.float32).reshape(-1).contiguous()
         return Prepared(tensors, Fp4Config(weight.out_features, weight.in_features))

@@ -8,15 +8,13 @@ from typing import Any
 import torch
 
 from omniplat.capability import Capability
-from omniplat.errors import BackendLoadError, InvalidCheckpointError, UsageError
+from omniplat.errors import BackendLoadError, UsageError
 from omniplat.layer import LayerSpec
 from omniplat.runtime.declared import require_declared
 from omniplat.runtime.tensors import DTYPES, WeightTensors
 from omniplat_rocm.spec import SPEC
 
 HALF = (torch.bfloat16, torch.float16)
-#: Codes looked at in one step of the search for NaN.
-_SLICE = 1 << 24
 
 
 def aiter(module: str, name: str) -> Any:
@@ -56,23 +54,6 @@ def is_fnuz() -> bool:
     return bool(aiter("", "dtypes").fp8 == torch.float8_e4m3fnuz)
 
 
-def fp8_codes(weight: WeightTensors, spec: LayerSpec) -> torch.Tensor:
-    """Codes as bytes of e4m3fn, contiguous; raises InvalidCheckpointError where one is NaN."""
-    stored = weight.tensors["codes"].contiguous().view(torch.uint8)
-    for part in torch.split(stored.reshape(-1), _SLICE):
-        if bool(((part & 0x7F) == 0x7F).any()):
-            raise InvalidCheckpointError("fp8_e4m3 weight holds NaN", key=spec.name)
-    return stored
-
-
 def to_fnuz(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes of e4m3fn, none of them NaN, and scales, as e4m3fnuz: there the same bits mean half, and -0 is NaN."""
     return codes.masked_fill(codes == 0x80, 0), scale * 2.0
-
-
-def mx_scale(weight: WeightTensors, spec: LayerSpec) -> torch.Tensor:
-    """e8m0 bytes, contiguous; raises InvalidCheckpointError where one is NaN."""
-    scale = weight.tensors["scale"]
-    if bool((scale == 255).any()):
-        raise InvalidCheckpointError("a scale is NaN", key=spec.name)
-    return scale.contiguous()

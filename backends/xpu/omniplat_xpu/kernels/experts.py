@@ -13,15 +13,14 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from omniplat.errors import InvalidCheckpointError
 from omniplat.layer import LayerSpec, MoeSpec
 from omniplat.runtime.activate import activate
+from omniplat.runtime.finite import e8m0_scale, fp8_codes
 from omniplat.runtime.kernel import MoeKernel, Prepared
 from omniplat.runtime.operators import experts_fake, new_library, register
 from omniplat.runtime.routing import local_ids
 from omniplat.runtime.tensors import WeightTensors
 from omniplat_xpu.kernels import vendor
-from omniplat_xpu.kernels.fp8 import fp8_codes
 from omniplat_xpu.kernels.vendor import operator, require_dtype
 
 #: Numbers of chosen experts that the vendor's kernels are compiled for.
@@ -68,7 +67,7 @@ class GroupedGemm(MoeKernel[ExpertsConfig]):
     def _codes(self, weight: WeightTensors, spec: LayerSpec) -> torch.Tensor:
         if weight.scheme.weight.bits == 4:
             return weight.tensors["codes"].contiguous()
-        return fp8_codes(weight, spec).transpose(1, 2).contiguous()
+        return fp8_codes(weight.tensors["codes"], spec.name).transpose(1, 2).contiguous()
 
     def _scale(self, weight: WeightTensors, spec: LayerSpec, dtype: torch.dtype) -> torch.Tensor:
         """[E, N, K/g] in the layer's dtype for int4 (rounded to it), else bytes [E, N, K/32]."""
@@ -133,9 +132,7 @@ def _same_in(
 
 def _require_representable(weight: WeightTensors, spec: LayerSpec, dtype: torch.dtype, name: str) -> None:
     """The product multiplies weights in its own dtype, by scales in that dtype, and reads NaN as infinity."""
-    scale = weight.tensors["scale"]
-    if bool((scale == 255).any()):
-        raise InvalidCheckpointError("a scale is NaN", key=spec.name)
+    scale = e8m0_scale(weight.tensors["scale"], spec.name)
     if dtype == torch.float16:
         magnitudes = weight.tensors["codes"].contiguous().view(torch.uint8) & (
             0x77 if weight.scheme.weight.bits == 4 else 0x7F

@@ -10,13 +10,12 @@ import torch
 
 from omniplat.errors import InvalidCheckpointError
 from omniplat.layer import LayerSpec
+from omniplat.runtime.finite import e8m0_scale, fp8_codes
 from omniplat.runtime.kernel import LinearKernel, Prepared
 from omniplat.runtime.tensors import WeightTensors
 from omniplat_xpu.kernels import ops as _ops  # noqa: F401 -- registers the operators
 from omniplat_xpu.kernels import vendor
 
-#: Codes looked at in one step of the search for NaN.
-_SLICE = 1 << 24
 _BLOCK = 128
 
 
@@ -40,7 +39,10 @@ class _Fp8(LinearKernel[LinearConfig]):
         static = activation is not None and not activation.dynamic
         vendor.require(weight, spec, self.name, "pre_scale", *(("input_scale",) if static else ()))
         vendor.layer_dtype(spec)
-        tensors = {"codes": fp8_codes(weight, spec), "scale": self._scale(weight.tensors["scale"], weight, spec)}
+        tensors = {
+            "codes": fp8_codes(weight.tensors["codes"], spec.name),
+            "scale": self._scale(weight.tensors["scale"], weight, spec),
+        }
         if "pre_scale" in weight.tensors:
             tensors["pre_scale"] = weight.tensors["pre_scale"].to(torch.float32).reshape(-1).contiguous()
         if static:
@@ -112,7 +114,10 @@ class Fp8WeightOnly(LinearKernel[LinearConfig]):
         """Raises UnsupportedCombinationError for what is not declared, InvalidCheckpointError for NaN."""
         vendor.require(weight, spec, self.name)
         vendor.layer_dtype(spec)
-        tensors = {"codes": fp8_codes(weight, spec), "scale": self._scale(weight.tensors["scale"], weight)}
+        tensors = {
+            "codes": fp8_codes(weight.tensors["codes"], spec.name),
+            "scale": self._scale(weight.tensors["scale"], weight),
+        }
         return Prepared(tensors, LinearConfig("a16", weight.out_features, weight.in_features))
 
     def _scale(self, scale: torch.Tensor, weight: WeightTensors) -> torch.Tensor:
@@ -173,15 +178,6 @@ class Fp4Gemm(LinearKernel[LinearConfig]):
         return y
 
 
-def fp8_codes(weight: WeightTensors, spec: LayerSpec) -> torch.Tensor:
-    """Codes as bytes, contiguous; raises InvalidCheckpointError where one is NaN."""
-    stored = weight.tensors["codes"].contiguous().view(torch.uint8)
-    for part in torch.split(stored.reshape(-1), _SLICE):
-        if bool(((part & 0x7F) == 0x7F).any()):
-            raise InvalidCheckpointError("fp8_e4m3 weight holds NaN", key=spec.name)
-    return stored
-
-
 def channel_scale(scale: torch.Tensor) -> torch.Tensor:
     """Canonical [N, 1] as f32 [N], or [1] where all rows share one."""
     flat = scale.to(torch.float32).reshape(-1).contiguous()
@@ -199,6 +195,4 @@ def block_scale(scale: torch.Tensor, weight: WeightTensors) -> torch.Tensor:
 
 def mx_scale(scale: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
     """Canonical bytes [N, K/32] as [K/32, N]; raises InvalidCheckpointError where one is NaN."""
-    if bool((scale == 255).any()):
-        raise InvalidCheckpointError("a scale is NaN", key=spec.name)
-    return scale.t().contiguous()
+    return e8m0_scale(scale, spec.name).t().contiguous()

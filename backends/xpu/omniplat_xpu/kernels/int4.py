@@ -139,6 +139,8 @@ def _zero_points(weight: WeightTensors, spec: LayerSpec, name: str) -> torch.Ten
     """int8 [1] for symmetric weights, else nibbles along N: int32 [K/g, N/8]."""
     points = weight.tensors.get("zero_point")
     if points is None:
+        if not weight.scheme.weight.symmetric:
+            raise vendor.refuse(weight, spec, name, "a zero point")
         return torch.full((1,), _MIDDLE, dtype=torch.int8, device=weight.tensors["codes"].device)
     whole = points.to(torch.int32)
     if not bool(((whole == points) & (whole >= 0) & (whole <= 15)).all()):

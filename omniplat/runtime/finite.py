@@ -1,0 +1,27 @@
+"""Codes and scales as bytes, none of which is NaN: what kernels look at before they lay a weight out."""
+
+from __future__ import annotations
+
+import torch
+
+from omniplat.errors import InvalidCheckpointError
+
+#: Codes looked at in one step, so that working memory stays small beside the weight.
+_SLICE = 1 << 24
+
+
+def fp8_codes(codes: torch.Tensor, name: str) -> torch.Tensor:
+    """Codes of e4m3fn, of any shape, as contiguous bytes; raises InvalidCheckpointError, naming the layer, for NaN."""
+    stored = codes.contiguous().view(torch.uint8)
+    for part in torch.split(stored.reshape(-1), _SLICE):
+        if bool(((part & 0x7F) == 0x7F).any()):
+            raise InvalidCheckpointError("fp8_e4m3 weight holds NaN", key=name)
+    return stored
+
+
+def e8m0_scale(scale: torch.Tensor, name: str) -> torch.Tensor:
+    """Scales of e8m0, of any shape, as bytes; raises InvalidCheckpointError, naming the layer, for NaN."""
+    stored = scale.view(torch.uint8)
+    if bool((stored == 255).any()):
+        raise InvalidCheckpointError("a scale is NaN", key=name)
+    return stored
