@@ -1,0 +1,1 @@
+"""Capabilities by the kind of number that weights are stored in."""

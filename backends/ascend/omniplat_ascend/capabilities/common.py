@@ -1,0 +1,38 @@
+"""Words that the capability tables share: requirements, modules of kernels, architectures, limits of shapes."""
+
+from __future__ import annotations
+
+from omniplat.capability import ShapeRule
+
+TORCH_NPU = "torch-npu>=2.6"
+OP_PLUGIN = "https://github.com/Ascend/op-plugin"
+VLLM_ASCEND = "https://github.com/vllm-project/vllm-ascend"
+TORCH = "torch>=2.6"
+
+LINEAR = "omniplat_ascend.kernels.linear"
+MOE = "omniplat_ascend.kernels.moe"
+
+INT8_ARCHS = ("a2", "a3", "a5")
+A5 = ("a5",)
+HALF = ("bf16", "f16")
+NEAREST_EVEN = ("nearest-even",)
+#: Groups of weight-only layers: multiples of 32.
+GROUPS = ("g32", "g64", "g96", "g128", "g160", "g192", "g256", "g512", "g1024")
+INT4_GROUPED = tuple(f"{stem}-{group}" for stem in ("int4", "uint4") for group in GROUPS)
+INT8_GROUPED = tuple(f"{stem}-{group}" for stem in ("int8", "uint8") for group in GROUPS)
+
+AXIS = 65535
+LINEAR_AXES = (ShapeRule("in", maximum=AXIS), ShapeRule("out", maximum=AXIS))
+MOE_AXES = (*LINEAR_AXES, ShapeRule("intermediate", maximum=AXIS))
+PACKED_AXES = (ShapeRule("in", multiple_of=8, maximum=AXIS), ShapeRule("out", maximum=AXIS))
+PACKED_MOE = (
+    ShapeRule("in", multiple_of=8, maximum=AXIS),
+    ShapeRule("out", multiple_of=8, maximum=AXIS),
+    ShapeRule("intermediate", multiple_of=8, maximum=AXIS),
+)
+MX_AXES = (ShapeRule("in", multiple_of=64, maximum=AXIS), ShapeRule("out", maximum=AXIS))
+MX_MOE = (
+    ShapeRule("in", multiple_of=64, maximum=AXIS),
+    ShapeRule("out", multiple_of=64, maximum=AXIS),
+    ShapeRule("intermediate", multiple_of=64, maximum=AXIS),
+)
