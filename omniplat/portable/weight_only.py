@@ -23,6 +23,10 @@ from omniplat.runtime.tensors import WeightTensors
 
 _LIBRARY = new_library()
 
+#: Tokens above which the weight is written out in bf16 for one product, and forgotten after it: 2 bytes for each of
+#: its numbers while the call lasts. f16 has too few exponents for that. Measured on an H200; see docs/performance.md.
+DECODED_ONCE_ABOVE = 64
+
 
 @dataclass(frozen=True, slots=True)
 class WeightOnlyConfig:
@@ -109,6 +113,12 @@ def _on_device(
     rows = _smoothed(x, pre_scale)
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
+    one_dtype = x.dtype == out_dtype and (bias is None or bias.dtype == x.dtype)
+    if len(rows) > DECODED_ONCE_ABOVE and x.dtype == torch.bfloat16 and one_dtype:
+        from omniplat.portable.decode_triton import decoded
+
+        weight = decoded(words, table, scale, zero, row_scale, held, x.dtype)
+        return F.linear(rows, weight, bias).view(*x.shape[:-1], held.out_features)
     y = torch.empty((len(rows), held.out_features), dtype=out_dtype, device=x.device)
     if len(rows):
         tile = tile_of(len(rows), folds(held, x.dtype))

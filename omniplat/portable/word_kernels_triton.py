@@ -12,15 +12,8 @@ import triton.language as tl
 
 
 @triton.jit
-def _decoded(  # type: ignore[no-untyped-def]  # Triton looks annotations up among its own types
-    words, table, less, factor, ASM: tl.constexpr, PART: tl.constexpr, ELEMENT: tl.constexpr, LESS: tl.constexpr,
-    FOLD: tl.constexpr, BF16: tl.constexpr,
-):  # fmt: skip
-    """What part PART of each word stands for, less a zero point (LESS), times `factor` (FOLD), in 16-bit floats of the
-    same shape."""
-    half = tl.bfloat16 if BF16 else tl.float16
-    if ASM[PART] != "":
-        return tl.inline_asm_elementwise(ASM[PART], "=r,r,r,r", [words, less, factor], dtype=half, is_pure=True, pack=2)
+def value_of(words, table, PART: tl.constexpr, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """f32: what part PART of each word stands for, without a zero point and a scale."""
     wide = words.to(tl.int32)
     if ELEMENT == "fp4_e2m1":
         code = (wide >> (4 * PART)) & 15
@@ -41,6 +34,20 @@ def _decoded(  # type: ignore[no-untyped-def]  # Triton looks annotations up amo
         value = (((wide >> (8 * PART)) & 255) - 128).to(tl.float32)
     else:
         value = ((wide >> (8 * PART)) & 255).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _decoded(  # type: ignore[no-untyped-def]  # Triton looks annotations up among its own types
+    words, table, less, factor, ASM: tl.constexpr, PART: tl.constexpr, ELEMENT: tl.constexpr, LESS: tl.constexpr,
+    FOLD: tl.constexpr, BF16: tl.constexpr,
+):  # fmt: skip
+    """What part PART of each word stands for, less a zero point (LESS), times `factor` (FOLD), in 16-bit floats of the
+    same shape."""
+    half = tl.bfloat16 if BF16 else tl.float16
+    if ASM[PART] != "":
+        return tl.inline_asm_elementwise(ASM[PART], "=r,r,r,r", [words, less, factor], dtype=half, is_pure=True, pack=2)
+    value = value_of(words, table, PART, ELEMENT)
     if LESS:
         value -= less
     if FOLD:
@@ -49,7 +56,7 @@ def _decoded(  # type: ignore[no-untyped-def]  # Triton looks annotations up amo
 
 
 @triton.jit
-def _multiplier(stored, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+def multiplier(stored, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
     """f32: powers of two of e8m0 bytes, values of e4m3 bytes, floats as they are."""
     if SCALE == "e8m0":
         byte = stored.to(tl.int32)
@@ -88,7 +95,7 @@ def _part(  # type: ignore[no-untyped-def]
         less = tl.full(held.shape, -BASE, tl.float32).to(half)
     factor = less
     if FOLD:
-        factor = tl.broadcast_to(tl.expand_dims(_multiplier(scales[PART], SCALE).to(half), -1), held.shape)
+        factor = tl.broadcast_to(tl.expand_dims(multiplier(scales[PART], SCALE).to(half), -1), held.shape)
     return _decoded(held, table, less, factor, ASM, PART, ELEMENT, ZERO == "integer", FOLD, BF16)
 
 
@@ -237,9 +244,9 @@ def few_tokens(  # type: ignore[no-untyped-def]
                 product = tl.dot(w, tokens)
                 if ZERO == "fraction":
                     product -= below[part][:, :, None] * tl.sum(tokens.to(tl.float32), axis=1)[:, None, :]
-                total += product * _multiplier(used[part], SCALE)[:, :, None]
+                total += product * multiplier(used[part], SCALE)[:, :, None]
         if ONE_SCALE:
-            total += product * _multiplier(used[0], SCALE)[:, :, None]
+            total += product * multiplier(used[0], SCALE)[:, :, None]
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     _store(tl.sum(total, axis=0), row_scale + expert * N, bias + expert * N, y, rows, m, m_inside, N, ROW_SCALE, BIAS)
 
@@ -334,7 +341,7 @@ def many_tokens(  # type: ignore[no-untyped-def]
                 product = tl.dot(w, tokens)
                 if ZERO == "fraction":
                     product -= below[part][:, None] * tl.sum(tokens.to(tl.float32), axis=0)[None, :]
-                total += product * _multiplier(used[part], SCALE)[:, None]
+                total += product * multiplier(used[part], SCALE)[:, None]
         if ONE_SCALE:
-            total += product * _multiplier(used[0], SCALE)[:, None]
+            total += product * multiplier(used[0], SCALE)[:, None]
     _store(total, row_scale + expert * N, bias + expert * N, y, n, m, m_inside, N, ROW_SCALE, BIAS)

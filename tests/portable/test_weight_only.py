@@ -19,7 +19,7 @@ from omniplat.conformance.weights import random_weight
 from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
 from omniplat.layer import LayerSpec
 from omniplat.portable.weight_only import PortableLinear
-from omniplat.portable.word_weights import decode_form
+from omniplat.portable.word_weights import decode_form, dequantized
 from omniplat.portable.words import from_words, to_words
 from omniplat.runtime.layers import QuantLinear
 from omniplat.runtime.tensors import to_tensor, to_torch
@@ -94,6 +94,23 @@ def test_the_triton_form(weight_id: str, dtype: str, slices: int, device: str) -
     weight = weight_of(weight_id)
     x = torch.randn(5, 384, device=device).to(DTYPES[dtype])
     check(weight, in_triton(layer_of(weight, device), x, slices), x, dtype)
+
+
+@pytest.mark.parametrize("device", [pytest.param(TRITON_DEVICE, marks=needs_triton)])
+@pytest.mark.parametrize("weight_id", [*SCHEMES, "uint4-g64 with fractions"])
+@pytest.mark.parametrize(("n", "k"), [(80, 384), (33, 1152)])
+def test_the_weight_decoded_once(weight_id: str, n: int, k: int, device: str) -> None:
+    """In float32 every operation is the plain form's, in its order."""
+    from omniplat.portable.decode_triton import decoded
+
+    name, *fractions = weight_id.split(" with ")
+    zero = np.random.default_rng(0).uniform(0, 15, (n, k // 64)).astype(np.float32)
+    layer = layer_of(weight_of(name, n, k, **({"zero_point": zero} if fractions else {})), device)
+    tensors, form = dict(layer.named_buffers()), decode_form(layer.config.form)
+    optional = (tensors.get(role) for role in ("zero", "row_scale"))
+    held = tensors["words"], tensors["scale"], *optional, form
+    found = decoded(held[0], tensors.get("table"), *held[1:], torch.float32)
+    assert torch.equal(found, dequantized(*held))
 
 
 @pytest.mark.parametrize("device", [pytest.param(TRITON_DEVICE, marks=needs_triton)])
