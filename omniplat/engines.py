@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from omniplat.checkpoint.tensors import TensorInfo
+from omniplat.models import diffusion
 from omniplat.models.family import Family, has_suffix
 from omniplat.models.names import is_embedding
 from omniplat.packed import PackedLayer, Part
@@ -22,6 +23,9 @@ ENGINES = ("vllm",)
 #: Families whose loader in the engine puts the rows of tensors that are fused on disk into canonical order.
 REORDERED = frozenset({"hunyuan-image-3"})
 
+#: Families whose loader in the engine does not ask the quantization config how tensors are called: a name with a dot,
+#: which no parameter can have, stays as it is. Of vllm-omni's diffusion models Qwen-Image's asks.
+_FIXED_NAMES = REORDERED | {family.name for family in diffusion.FAMILIES} - {"qwen-image"}
 #: Names that vLLM takes for scales of the attention and moves to another module.
 _ATTENTION_SCALE = re.compile(r"\.(kv_scale|[qkv]_scale|[qkv]_zero_point)$|\.self_attn\.(q|[kv]_cache)\.scale$")
 #: Tensors of one value that the reordering loaders pass on whole.
@@ -98,7 +102,7 @@ def _module_problems(
     roles = {info.name for info in part.module.tensors.values()}
     for info in infos.values():
         stored = info.name.removeprefix(name)
-        if "." in stored.removeprefix("."):
+        if "." in stored.removeprefix(".") and family.name in _FIXED_NAMES:
             yield f"{stored.removeprefix('.')} has a dot in its name, which no parameter of a module can have"
         elif _ATTENTION_SCALE.search(info.name):
             if info.name not in roles:

@@ -15,6 +15,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from omniplat.integrations.dispatch import METHOD
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.model_executor.models.utils import WeightsMapper
 
     from omniplat.integrations.vllm_names import EngineLayers
@@ -96,10 +98,14 @@ class OmniplatConfig(QuantizationConfig):  # type: ignore[misc]
     # -- names --------------------------------------------------------------------------------------------------
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
-        """Nothing is dropped. vLLM's own drops the order of groups (`g_idx`), which act-order needs."""
+        """Nothing is dropped: vLLM's own drops the order of groups (`g_idx`), which act-order needs. Tensors with a dot
+        in their name get that of the parameter that stands for them."""
         from vllm.model_executor.models.utils import WeightsMapper
 
-        return WeightsMapper()
+        from omniplat.integrations.vllm_names import parameter_name
+
+        leaves = (leaf for layers in self._all_layers() for leaf in layers.dotted_leaves)
+        return WeightsMapper(orig_to_new_suffix={f".{leaf}": f".{parameter_name(leaf)}" for leaf in leaves})
 
     def get_cache_scale_mapper(self) -> WeightsMapper:
         """The engine's own names for scales of the cache, in the dialect of the checkpoint."""
@@ -145,9 +151,12 @@ class OmniplatConfig(QuantizationConfig):  # type: ignore[misc]
         self._workspaces = Workspaces()
         self._rename()
 
+    def _all_layers(self) -> Iterable[EngineLayers]:
+        return () if self._layers is None else (self._layers,)
+
     def _rename(self) -> None:
-        if self._layers is not None:
-            self._layers.rename(self._engine_name)
+        for layers in self._all_layers():
+            layers.rename(self._engine_name)
 
     def _engine_name(self, name: str) -> str | None:
         """The engine's name for a checkpoint's tensor; None for one that it does not load."""

@@ -18,6 +18,11 @@ from omniplat.planner import Planned, PlannedLayer
 from omniplat.registry import MODELS, default_registry
 
 
+def parameter_name(leaf: str) -> str:
+    """The name of the parameter that stands for a tensor of a module; modules allow no dots in it."""
+    return leaf.replace(".", "__")
+
+
 @dataclass(frozen=True, slots=True)
 class EnginePart:
     """One checkpoint module that an engine's module packs: number `position` there, part `index` of `layer` here."""
@@ -62,6 +67,18 @@ class EngineLayers:
     def cache_scales(self) -> tuple[str, ...]:
         """Tensors of the component that are scales of the KV cache."""
         return tuple(cache_scales(self.component.tensors))
+
+    @cached_property
+    def dotted_leaves(self) -> tuple[str, ...]:
+        """What follows a quantized module's name in its tensors' where that has a dot: `weight.absmax`."""
+        rests = (
+            info.name.removeprefix(f"{module.name}.")
+            for layer in self._layers
+            if layer.layer.status == "ok"
+            for module in layer.packed.modules
+            for info in self._below[module.name]
+        )
+        return tuple(dict.fromkeys(rest for rest in rests if "." in rest))
 
     def rename(self, engine_name: Callable[[str], str | None]) -> None:
         """Set how the engine renames a checkpoint's tensors; None stands for one that it does not load."""

@@ -76,8 +76,9 @@ class MethodBuilder:
 
 
 def _is_stored(options: Mapping[str, Any]) -> bool:
-    """Metadata says of itself that weights are stored quantized."""
-    return any(key.startswith("is_checkpoint_") and value for key, value in options.items())
+    """Metadata says of itself that weights are stored quantized; bitsandbytes' own says with how many bits."""
+    said = ("is_checkpoint_", "load_in_", "_load_in_")
+    return any(key.startswith(said) and value for key, value in options.items())
 
 
 def _by_component(options: Mapping[str, Any]) -> QuantizationConfig:

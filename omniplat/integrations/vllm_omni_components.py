@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from torch.nn import Module
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm_omni.quantization import build_quant_config
 from vllm_omni.quantization.component_config import ComponentQuantizationConfig
 
@@ -50,6 +53,12 @@ class OmniplatComponentConfig(ComponentQuantizationConfig):  # type: ignore[misc
         if config is None:
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         return config.get_quant_method(layer, prefix)
+
+    def get_checkpoint_weight_mapper(self) -> WeightsMapper:
+        """The components' own: vLLM's drops what some dialects need."""
+        configs = [config for config in (*self._components.values(), self._default) if config is not None]
+        mappers = (config.get_checkpoint_weight_mapper() for config in configs)
+        return reduce(or_, mappers, WeightsMapper())
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         planned = plan_for_engine(model_name, revision)

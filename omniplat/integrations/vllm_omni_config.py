@@ -7,7 +7,7 @@ is applied to those in 16 bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.nn import Module
@@ -122,9 +122,8 @@ class OmniplatDiffusionConfig(OmniplatConfig):
         self._native.packed_modules_mapping = self.packed_modules_mapping
         return self._native.get_quant_method(layer, prefix)
 
-    def _rename(self) -> None:
-        for layers in self._components.values():
-            layers.rename(self._engine_name)
+    def _all_layers(self) -> Iterable[EngineLayers]:
+        return self._components.values()
 
     def limit_to(self, component: str) -> None:
         """Be the method of one component only."""

@@ -10,6 +10,7 @@ from torch.nn import Module, Parameter
 from vllm.model_executor.utils import set_weight_attrs
 
 from omniplat.errors import InvalidCheckpointError, UsageError
+from omniplat.integrations.vllm_names import parameter_name
 
 #: vLLM's LoRA reads from a tensor of this name on which device a linear layer lies.
 _WHERE = "weight_packed"
@@ -32,7 +33,7 @@ def add_placeholders(layer: Module, loading: Loading) -> None:
     """Give `layer` a parameter for every tensor that the engine's loader may bring."""
     for leaf in loading.leaves:
         param = Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False)
-        layer.register_parameter(leaf, param)
+        layer.register_parameter(parameter_name(leaf), param)
         # vllm-omni's loader asks: without it, it would take an absent scale for one that may be missing.
         set_weight_attrs(param, {"weight_loader": _Loader(loading, leaf), "is_checkpoint_required": True})
 
@@ -42,8 +43,9 @@ def remove_placeholders(layer: Module, loading: Loading) -> None:
     _require_complete(loading.missing)
     device = torch.device("cpu")
     for leaf in loading.leaves:
-        device = getattr(layer, leaf).device
-        delattr(layer, leaf)
+        name = parameter_name(leaf)
+        device = getattr(layer, name).device
+        delattr(layer, name)
     layer.register_buffer(_WHERE, torch.empty(0, dtype=torch.uint8, device=device), persistent=False)
 
 

@@ -336,6 +336,7 @@ CHECKS: dict[str, Check] = {
     "auto-round-zero-points": partial(dense_g128, "ar016-qwen3-w4a16-asym"),
     "act-order": partial(dense_g128, "lc010-qwen3-w4a16-gptq-actorder-group"),
     "int8": partial(dense, "lc-qwen3-w8a8-int8", ALL),
+    "bitsandbytes": partial(dense, "hf-qwen3-bnb-nf4", ALL),
     "mxfp4": partial(dense, "lc-qwen3moe-mxfp4", frozenset({"attention"})),
     "fp8-block-partial": partial_blocks,
     "composite": composite,

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm import four_bit_checks
 from tests.vllm.checks import ALONE, CHECKS, SHARED
 from tests.vllm.engine import free_port
+
+ANYWHERE = CHECKS | four_bit_checks.CHECKS
+WITH_TWO = SHARED | four_bit_checks.SHARED
 
 
 @pytest.fixture(scope="session")
@@ -33,12 +37,12 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("name", [*CHECKS, *ALONE])
+@pytest.mark.parametrize("name", [*ANYWHERE, *ALONE])
 def test_one_rank(name: str, one_rank: None, tmp_path: Path) -> None:
-    (CHECKS | ALONE)[name](0, 1, tmp_path)
+    (ANYWHERE | ALONE)[name](0, 1, tmp_path)
 
 
-@pytest.mark.parametrize("name", [*CHECKS, *SHARED])
+@pytest.mark.parametrize("name", [*ANYWHERE, *WITH_TWO])
 def test_two_ranks(name: str, two_ranks: list[dict[str, str]]) -> None:
     for rank, results in enumerate(two_ranks):
         assert name in results, f"rank {rank} did not get there"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.vllm.checks import CHECKS, SHARED
 from tests.vllm.engine import start
+from tests.vllm.test_layers import ANYWHERE, WITH_TWO
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     os.environ["VLLM_DIST_IDENT"] = str(port)
     start(rank, 2, port)
     results = {}
-    for name, check in (CHECKS | SHARED).items():
+    for name, check in (ANYWHERE | WITH_TWO).items():
         try:
             check(rank, 2, folder)
             results[name] = ""
