@@ -82,6 +82,7 @@ class Vendor:
     `loaded_as`     modules that are in `sys.modules` where the real library is loaded.
     `operators`     qualified name of a schema -> its implementation.
     `modules`       Python modules that the vendor has instead of operators: name -> what makes a stand-in of it.
+    `functions`     the signatures of what is in them.
     """
 
     kind: str
@@ -92,6 +93,7 @@ class Vendor:
     schemas: tuple[OpSchema, ...] = ()
     operators: Mapping[str, Implementation] = field(default_factory=dict)
     modules: Mapping[str, Callable[[Emulation], ModuleType]] = field(default_factory=dict)
+    functions: tuple[OpSchema, ...] = ()
 
 
 #: kind of device -> "module:attribute" of its Vendor.

@@ -10,9 +10,10 @@ from packaging.specifiers import SpecifierSet
 
 @dataclass(frozen=True, slots=True)
 class OpSchema:
-    """One operator of a vendor's library.
+    """One operator of a vendor's library; of a Python library one function, whose `namespace` is its module.
 
-    `text`      the schema without its namespace: "npu_swiglu(Tensor input, int dim=-1) -> Tensor".
+    `text`      the schema without its namespace: "npu_swiglu(Tensor input, int dim=-1) -> Tensor"; of a function its
+                signature without annotations: "shuffle_weight(x, layout=(16, 16), use_int4=False)".
     `versions`  of the library that register it like this, as a specifier; "" for every one.
     `archs`     that the vendor implements it for; empty means every one.
     """

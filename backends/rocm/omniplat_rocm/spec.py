@@ -21,6 +21,9 @@ _AITER_MOE = "amd-aiter>=0.1.14"
 #: Here the rule by which the MXFP4 quantizer derives scales changed.
 _AITER_CEIL = "amd-aiter>=0.1.16"
 _AITER_EVEN = "amd-aiter>=0.1.13,<0.1.16"
+#: fused_moe takes MXFP8 from here on, by kernels of FlyDSL, which that release asks for.
+_AITER_MXFP8 = "amd-aiter>=0.1.17"
+_FLYDSL = "flydsl>=0.2.2"
 _AITER_MOE_EVEN = "amd-aiter>=0.1.14,<0.1.16"
 #: The sources that kernels and emulation were written from.
 _SOURCE = "https://github.com/ROCm/aiter/blob/e4048607a535ace3a2b51ded31b1c8c2d45c0879"
@@ -296,6 +299,7 @@ _MOE_EXPERTS = (
         impl=f"{_MODULES}.experts:FusedMoeMxfp4Even",
     ),
     Capability(
+        # By FlyDSL's kernels alone: without them the call goes on to kernels that have no such product.
         "fused_moe_mxfp8",
         "moe",
         ("mxfp8",),
@@ -306,10 +310,11 @@ _MOE_EXPERTS = (
         archs=_GFX950,
         dtypes=("bf16",),
         shapes=multiples(256, "in", "intermediate"),
-        requires=(_AITER_MOE,),
+        requires=(_AITER_MXFP8, _FLYDSL),
         priority=50,
         bias=False,
         moe_activations=("silu",),
+        impl=f"{_MODULES}.experts:FusedMoeMxfp8",
     ),
     Capability(
         "reencoded_moe_mxfp8",
@@ -365,7 +370,7 @@ SPEC = BackendSpec(
     capabilities=(*_LINEAR, *_MOE),
     probe="omniplat_rocm.probe:probe",
     install='pip install "omniplat[rocm]"',
-    distributions=(_TORCH, _TRITON, _AITER),
+    distributions=(_TORCH, _TRITON, _AITER, _FLYDSL),
     quirks=(
         Quirk(
             ("gemm_a4w4*",),

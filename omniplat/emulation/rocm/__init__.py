@@ -1,7 +1,7 @@
 """AMD GPUs: the functions of AITER (distribution amd-aiter) that omniplat's rocm backend calls.
 
 AITER is a Python package: modules of the same names stand in for it, whose functions have its signatures, release by
-release. Written from ROCm/aiter at e4048607 and the signatures of its tags.
+release. Written from ROCm/aiter at e4048607 and its tags.
 """
 
 from __future__ import annotations
@@ -12,19 +12,47 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from packaging.version import Version
 
-from omniplat.emulation.core import Emulation, Vendor, VendorError
+from omniplat.emulation.core import Emulation, Implementation, Vendor, VendorError
+from omniplat.emulation.functions import stand_in
 from omniplat.emulation.rocm import experts, gemm, layouts, quantizers
+from omniplat.emulation.rocm.functions import FUNCTIONS
+from omniplat.emulation.schemas import of_version
 
-_GLOBAL_SCALES_FROM = Version("0.1.18")
-_SWIGLU_LIMIT_FROM = Version("0.1.14")
+
+def _get_hip_quant(emulation: Emulation, qType: experts.QuantType) -> Callable[..., Any]:
+    if qType != experts.QuantType.per_1x32:
+        raise VendorError("aiter.get_hip_quant", f"{qType} is not emulated")
+    here = {schema.name: schema for schema in of_version(FUNCTIONS, str(emulation.version))}
+    schema = here.get("per_1x32_mx_quant_hip", here["per_1x32_f4_quant_hip"])
+    return stand_in(schema, quantizers.per_1x32_f4_quant_hip, emulation)
 
 
-def _module(name: str, emulation: Emulation, **functions: Callable[..., Any]) -> ModuleType:
+_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "aiter::gemm_a4w4": gemm.gemm_a4w4,
+    "aiter::gemm_a8w8": gemm.gemm_a8w8,
+    "aiter::gemm_a8w8_bpreshuffle": gemm.gemm_a8w8_bpreshuffle,
+    "aiter::gemm_a8w8_blockscale": gemm.gemm_a8w8_blockscale,
+    "aiter::get_hip_quant": _get_hip_quant,
+    "aiter::per_1x32_f4_quant_hip": quantizers.per_1x32_f4_quant_hip,
+    "aiter::per_1x32_mx_quant_hip": quantizers.per_1x32_f4_quant_hip,
+    "aiter.fused_moe::fused_moe": experts.fused_moe,
+    "aiter.ops.shuffle::shuffle_weight": layouts.shuffle_weight,
+    "aiter.ops.shuffle::shuffle_weight_a16w4": layouts.shuffle_weight_a16w4,
+    "aiter.ops.shuffle::shuffle_scale_a16w4": layouts.shuffle_scale_a16w4,
+    "aiter.ops.triton.quant::dynamic_mxfp4_quant": quantizers.dynamic_mxfp4_quant,
+    "aiter.ops.triton.gemm_afp4wfp4::gemm_afp4wfp4": gemm.gemm_afp4wfp4,
+    "aiter.ops.triton.gemm_a8wfp4::gemm_a8wfp4": gemm.gemm_a8wfp4,
+    "aiter.utility.fp4_utils::e8m0_shuffle": layouts.e8m0_shuffle,
+}
+
+
+def _module(name: str, emulation: Emulation) -> ModuleType:
+    """A module with the functions that the emulated release has in it."""
     module = ModuleType(name)
-    for key, function in functions.items():
-        setattr(module, key, partial(function, emulation))
+    for schema in of_version(FUNCTIONS, str(emulation.version)):
+        if schema.namespace == name:
+            setattr(module, schema.name, stand_in(schema, _IMPLEMENTATIONS[schema.qualified], emulation))
     return module
 
 
@@ -40,59 +68,27 @@ def _dtypes(emulation: Emulation) -> ModuleType:
 
 
 def _package(emulation: Emulation) -> ModuleType:
-    has_global_scales = emulation.version >= _GLOBAL_SCALES_FROM
-    module = _module(
-        "aiter",
-        emulation,
-        gemm_a4w4=gemm.gemm_a4w4 if has_global_scales else gemm.gemm_a4w4_until_0_1_17,
-        gemm_a8w8=gemm.gemm_a8w8,
-        gemm_a8w8_bpreshuffle=gemm.gemm_a8w8_bpreshuffle,
-        gemm_a8w8_blockscale=gemm.gemm_a8w8_blockscale,
-        per_1x32_f4_quant_hip=quantizers.per_1x32_f4_quant_hip,
-        get_hip_quant=_get_hip_quant,
-    )
+    module = _module("aiter", emulation)
     module.QuantType, module.ActivationType = experts.QuantType, experts.ActivationType  # type: ignore[attr-defined]
     module.dtypes = _dtypes(emulation)  # type: ignore[attr-defined]
     return module
 
 
-def _get_hip_quant(emulation: Emulation, qType: experts.QuantType) -> Callable[..., Any]:
-    if qType != experts.QuantType.per_1x32:
-        raise VendorError("aiter.get_hip_quant", f"{qType} is not emulated")
-    return partial(quantizers.per_1x32_f4_quant_hip, emulation)
-
-
-def _fused_moe(emulation: Emulation) -> ModuleType:
-    has_limit = emulation.version >= _SWIGLU_LIMIT_FROM
-    return _module("aiter.fused_moe", emulation, fused_moe=experts.fused_moe if has_limit else experts.fused_moe_0_1_13)
-
+_MODULES = (
+    "aiter.fused_moe", "aiter.ops", "aiter.ops.shuffle", "aiter.ops.triton", "aiter.ops.triton.quant",
+    "aiter.ops.triton.gemm_afp4wfp4", "aiter.ops.triton.gemm_a8wfp4", "aiter.utility", "aiter.utility.fp4_utils",
+)  # fmt: skip
 
 VENDOR = Vendor(
     kind="rocm",
     library="amd-aiter",
     version="0.1.19",
-    known=("0.1.13.post1", "0.1.14", "0.1.16", "0.1.18", "0.1.19"),
+    known=("0.1.13.post1", "0.1.14", "0.1.15", "0.1.16", "0.1.17", "0.1.18", "0.1.19", "0.1.20.post1"),
     loaded_as=("aiter",),
     modules={
         "aiter": _package,
-        "aiter.fused_moe": _fused_moe,
-        "aiter.ops": partial(_module, "aiter.ops"),
-        "aiter.ops.shuffle": partial(
-            _module,
-            "aiter.ops.shuffle",
-            shuffle_weight=layouts.shuffle_weight,
-            shuffle_scale=layouts.shuffle_scale,
-        ),
-        "aiter.ops.triton": partial(_module, "aiter.ops.triton"),
-        "aiter.ops.triton.quant": partial(
-            _module, "aiter.ops.triton.quant", dynamic_mxfp4_quant=quantizers.dynamic_mxfp4_quant
-        ),
-        "aiter.ops.triton.gemm_afp4wfp4": partial(
-            _module, "aiter.ops.triton.gemm_afp4wfp4", gemm_afp4wfp4=gemm.gemm_afp4wfp4
-        ),
-        "aiter.ops.triton.gemm_a8wfp4": partial(_module, "aiter.ops.triton.gemm_a8wfp4", gemm_a8wfp4=gemm.gemm_a8wfp4),
-        "aiter.utility": partial(_module, "aiter.utility"),
         "aiter.utility.dtypes": _dtypes,
-        "aiter.utility.fp4_utils": partial(_module, "aiter.utility.fp4_utils", e8m0_shuffle=layouts.shuffle_scale),
+        **{name: partial(_module, name) for name in _MODULES},
     },
+    functions=FUNCTIONS,
 )

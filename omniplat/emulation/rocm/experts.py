@@ -11,15 +11,23 @@ from enum import Enum
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 
 from omniplat.emulation.core import Emulation
 from omniplat.emulation.microscaling import e2m1_values, e8m0_values, scaled_groups, unpack_nibbles
-from omniplat.emulation.rocm.layouts import padded_scales, unshuffle_scale_bytes, unshuffle_weight_bytes
-from omniplat.emulation.rocm.quantizers import fp8_dtype, mxfp4, per_token, rule_of
+from omniplat.emulation.rocm.layouts import (
+    padded_scales,
+    separate_gate_up,
+    unshuffle_scale_bytes,
+    unshuffle_weight_bytes,
+)
+from omniplat.emulation.rocm.quantizers import fp8_dtype, mxfp4, mxfp8, per_token, rule_of
 
 _HALF = (torch.float16, torch.bfloat16)
 _FP4 = torch.float4_e2m1fn_x2
 _BLOCK = 128
+#: From this release on fused_moe takes fp8 weights per_1x32.
+MXFP8_FROM = Version("0.1.17")
 
 
 class QuantType(Enum):
@@ -36,39 +44,6 @@ class ActivationType(Enum):
     Silu = 0
     Gelu = 1
     Swiglu = 2
-
-
-def fused_moe_0_1_13(
-    emulation: Emulation,
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weight: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_mask: torch.Tensor | None = None,
-    activation: ActivationType = ActivationType.Silu,
-    quant_type: QuantType = QuantType.No,
-    doweight_stage1: bool = False,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
-    a1_scale: torch.Tensor | None = None,
-    a2_scale: torch.Tensor | None = None,
-    block_size_M: int | None = None,
-    num_local_tokens: torch.Tensor | None = None,
-    moe_sorting_dispatch_policy: int = 0,
-    dtype: torch.dtype | None = None,
-    hidden_pad: int = 0,
-    intermediate_pad: int = 0,
-    bias1: torch.Tensor | None = None,
-    bias2: torch.Tensor | None = None,
-    splitk: int = 0,
-) -> torch.Tensor:
-    """As `fused_moe`, without the arguments that 0.1.14 added."""
-    return fused_moe(
-        emulation, hidden_states, w1, w2, topk_weight, topk_ids, expert_mask, activation, quant_type, doweight_stage1,
-        w1_scale, w2_scale, a1_scale, a2_scale, block_size_M, num_local_tokens, moe_sorting_dispatch_policy, dtype,
-        hidden_pad, intermediate_pad, bias1, bias2, splitk,
-    )  # fmt: skip
 
 
 def fused_moe(
@@ -100,11 +75,13 @@ def fused_moe(
 ) -> torch.Tensor:
     """`hidden_states` [M, K] through w1 [E, 2I, K] (gate first) and w2 [E, K, I], both in tiles of (16, 16).
 
-    Scales: f32 [E, N, 1] per token; f32 [E, N/128, K/128] for blocks; e8m0 [E * N, K/32], shuffled, for fp4.
+    Scales: f32 [E, N, 1] per token; f32 [E, N/128, K/128] for blocks; e8m0 [E * N, K/32], shuffled, for fp4 and, from
+    0.1.17 on, for fp8. With these last, gate and up rows of w1 lie in turns (`shuffle_weight_a16w4`), which `gate_mode`
+    must say: their kernels exist in that layout only.
     """
     op = "aiter.fused_moe"
     plain = a1_scale is None and a2_scale is None and num_local_tokens is None and not doweight_stage1
-    emulation.require(op, plain and gate_mode == "separated", "only plain calls are emulated")
+    emulation.require(op, plain, "only plain calls are emulated")
     emulation.require(op, activation == ActivationType.Silu, f"{activation} is not emulated")
     out_dtype = dtype or hidden_states.dtype
     emulation.require(op, out_dtype in _HALF, f"Fused_moe unsupported out dtype: {out_dtype}")
@@ -121,9 +98,12 @@ def fused_moe(
             emulation.record(op, "bias-dropped", "the two-stage kernels of CK have no bias, and drop it")
     if not all(getattr(weight, "is_shuffled", False) for weight in (w1, w2)):
         emulation.record(op, "not-marked-shuffled", "weights without `is_shuffled` may be read in another layout")
-    how = _Quantization(emulation, op, quant_type, w1.dtype, inner)
+    how = _Quantization(emulation, op, quant_type, w1.dtype, inner, hidden)
+    if (gate_mode == "interleave") != how.is_mxfp8:
+        emulation.require(op, how.is_mxfp8, f"gate_mode={gate_mode!r} is emulated for fp8 per_1x32 only")
+        emulation.record(op, "gate-mode", "the kernels of fp8 per_1x32 read gate and up in turns, whatever is said")
     local = _local_ids(emulation, op, topk_ids, w1.shape[0], expert_mask)
-    first = how.weights(w1, w1_scale, "w1_scale")
+    first = how.weights(w1, w1_scale, "w1_scale", in_turns=how.is_mxfp8)
     second = how.weights(w2, w2_scale, "w2_scale")
     x = how.dequantized_input(hidden_states)
     y = torch.zeros((x.shape[0], w2.shape[1]), dtype=torch.float32)
@@ -158,7 +138,9 @@ def _local_ids(
 class _Quantization:
     """How one call quantizes: chosen by `quant_type` and the weights' dtype."""
 
-    def __init__(self, emulation: Emulation, op: str, kind: QuantType, dtype: torch.dtype, inner: int) -> None:
+    def __init__(
+        self, emulation: Emulation, op: str, kind: QuantType, dtype: torch.dtype, inner: int, hidden: int
+    ) -> None:
         self._emulation, self._op = emulation, op
         self._kind = QuantType.per_1x128 if kind == QuantType.per_128x128 else kind
         self._dtype = dtype
@@ -168,26 +150,38 @@ class _Quantization:
             QuantType.per_1x128: (own,),
             QuantType.per_1x32: (_FP4,) if emulation.arch == "gfx950" else (),
         }
+        if emulation.arch == "gfx950" and emulation.version >= MXFP8_FROM:
+            known[QuantType.per_1x32] = (_FP4, own)
         emulation.require(op, dtype in known.get(self._kind, ()), f"{kind} with weights of {dtype} on {emulation.arch}")
         if dtype == _FP4:
             emulation.require(op, inner % 256 == 0, f"I = {inner} is no multiple of 256")
+        self.is_mxfp8 = self._kind == QuantType.per_1x32 and dtype == own
+        if self.is_mxfp8:
+            emulation.require(op, hidden % 256 == 0, f"K = {hidden} is no multiple of 256, the tile of stage 1")
+            emulation.require(op, inner % 128 == 0, f"I = {inner} is no multiple of 128, the tile of stage 2")
 
-    def weights(self, weight: torch.Tensor, scale: torch.Tensor | None, name: str) -> Callable[[int], torch.Tensor]:
-        """Expert -> f32 [N, K]."""
+    def weights(
+        self, weight: torch.Tensor, scale: torch.Tensor | None, name: str, in_turns: bool = False
+    ) -> Callable[[int], torch.Tensor]:
+        """Expert -> f32 [N, K]. `in_turns`: gate and up rows lie in turns, and their scales are not padded."""
         experts, rows, columns = weight.shape
         need, op = self._emulation.require, self._op
         need(op, scale is not None, f"{name} is missing")
         assert scale is not None
         need(op, rows % 16 == 0 and columns % 32 == 0, "a shuffled weight has whole tiles")
         codes = unshuffle_weight_bytes(weight.contiguous().view(torch.uint8))
+        if in_turns:
+            codes = separate_gate_up(codes)
         if self._kind == QuantType.per_1x32:
-            groups = columns * 2 // 32
-            wanted = padded_scales(experts * rows, groups)
+            groups = columns * (2 if self._dtype == _FP4 else 1) // 32
+            wanted = (experts * rows, groups) if in_turns else padded_scales(experts * rows, groups)
             need(op, scale.element_size() == 1, f"{name} is e8m0, found {scale.dtype}")
             need(op, tuple(scale.shape) == wanted, f"{name} is {list(scale.shape)}, needs {list(wanted)}")
             plain = unshuffle_scale_bytes(scale.view(torch.uint8), experts * rows, groups)
             factors = e8m0_values(plain.contiguous()).view(experts, rows, groups)
-            return lambda expert: scaled_groups(e2m1_values(unpack_nibbles(codes[expert])), factors[expert])
+            if in_turns:
+                factors = separate_gate_up(factors)
+            return lambda expert: scaled_groups(self._elements(codes[expert]), factors[expert])
         need(op, scale.dtype == torch.float32, f"{name} is f32, found {scale.dtype}")
         values = codes.view(self._dtype)
         if self._kind == QuantType.per_Token:
@@ -200,8 +194,17 @@ class _Quantization:
             values[expert].to(torch.float32) * scale[expert].repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
         )
 
+    def _elements(self, codes: torch.Tensor) -> torch.Tensor:
+        """Bytes of MX codes to f32."""
+        if self._dtype == _FP4:
+            return e2m1_values(unpack_nibbles(codes))
+        return codes.view(self._dtype).to(torch.float32)
+
     def dequantized_input(self, x: torch.Tensor) -> torch.Tensor:
         """f32 [M, K], as the products see `x`."""
+        if self.is_mxfp8:
+            elements, bytes_ = mxfp8(x)
+            return scaled_groups(elements.to(torch.float32), e8m0_values(bytes_))
         if self._kind == QuantType.per_1x32:
             codes, scale = mxfp4(x, rule_of(self._emulation))
             return scaled_groups(e2m1_values(unpack_nibbles(codes)), e8m0_values(scale))

@@ -16,22 +16,6 @@ _FP4 = (torch.uint8, torch.float4_e2m1fn_x2)
 _BLOCK = 128
 
 
-def gemm_a4w4_until_0_1_17(
-    emulation: Emulation,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    A_scale: torch.Tensor,
-    B_scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    dtype: torch.dtype = _BF16,
-    alpha: float | None = 1.0,
-    beta: float | None = 0.0,
-    bpreshuffle: bool | None = True,
-) -> torch.Tensor:
-    """As `gemm_a4w4`, without the arguments that 0.1.18 added."""
-    return gemm_a4w4(emulation, A, B, A_scale, B_scale, bias, dtype, alpha, beta, bpreshuffle)
-
-
 def gemm_a4w4(
     emulation: Emulation,
     A: torch.Tensor,

@@ -31,12 +31,30 @@ def unshuffle_weight_bytes(x: torch.Tensor, layout: tuple[int, int] = (16, 16)) 
     return tiles.permute(0, 1, 4, 2, 3, 5).reshape(*lead, rows, columns)
 
 
+def interleave_gate_up(x: torch.Tensor) -> torch.Tensor:
+    """[E, 2I, ...], gate rows first, with 16 rows of gate and 16 of up in turns. `I` is a multiple of 16."""
+    experts, rows = x.shape[:2]
+    return x.reshape(experts, 2, rows // 32, 16, -1).transpose(1, 2).reshape(x.shape)
+
+
+def separate_gate_up(x: torch.Tensor) -> torch.Tensor:
+    """The inverse of `interleave_gate_up`."""
+    experts, rows = x.shape[:2]
+    return x.reshape(experts, rows // 32, 2, 16, -1).transpose(1, 2).reshape(x.shape)
+
+
 def shuffle_scale_bytes(scale: torch.Tensor) -> torch.Tensor:
     """uint8 [M, G] in the order that the MX products read, padded; padding is `UNINITIALISED`."""
     rows, groups = padded_scales(*scale.shape)
     held = torch.full((rows, groups), UNINITIALISED, dtype=torch.uint8)
     held[: scale.shape[0], : scale.shape[1]] = scale
-    return held.view(rows // 32, 2, 16, groups // 8, 2, 4).permute(0, 3, 5, 2, 4, 1).reshape(rows, groups)
+    return tile_scale_bytes(held)
+
+
+def tile_scale_bytes(held: torch.Tensor) -> torch.Tensor:
+    """uint8 [M, G], whole tiles of 32 x 8, in the order that the MX products read."""
+    rows, groups = held.shape
+    return held.reshape(rows // 32, 2, 16, groups // 8, 2, 4).permute(0, 3, 5, 2, 4, 1).reshape(rows, groups)
 
 
 def unshuffle_scale_bytes(scale: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
@@ -67,16 +85,37 @@ def shuffle_weight(
     return shuffled
 
 
-def shuffle_scale(
-    emulation: Emulation,
-    src: torch.Tensor,
-    experts_cnt: int | None = None,
-    is_guinterleave: bool = False,
-    gate_up: bool = False,
-) -> torch.Tensor:
-    """e8m0 scales [M, G], shuffled and padded."""
-    op = "aiter.ops.shuffle.shuffle_scale"
-    emulation.require(op, not is_guinterleave, "only the plain layout is emulated")
+def shuffle_weight_a16w4(emulation: Emulation, src: torch.Tensor, NLane: int, gate_up: bool) -> torch.Tensor:
+    """The layout of the products that take gate and up in turns: [E, N, B] in tiles of 16 x 16, of w1 (`gate_up`) after
+    `interleave_gate_up`. Marked by `is_shuffled`."""
+    op = "aiter.ops.shuffle.shuffle_weight_a16w4"
+    emulation.require(op, NLane == 16, f"only 16 lanes are emulated, found {NLane}")
+    emulation.require(op, src.element_size() == 1, f"only elements of one byte are emulated, found {src.dtype}")
+    emulation.require(op, src.dim() == 3, f"not enough values to unpack: {list(src.shape)}")
+    rows, columns = src.shape[1:]
+    whole = rows % (32 if gate_up else 16) == 0 and columns % 64 == 0
+    emulation.require(op, whole and src.is_contiguous(), f"shape is invalid for input of size {src.numel()}")
+    held = src.view(torch.uint8)
+    shuffled = shuffle_weight_bytes(interleave_gate_up(held) if gate_up else held, (16, 16)).view(src.dtype)
+    shuffled.is_shuffled = True  # type: ignore[attr-defined]
+    return shuffled
+
+
+def shuffle_scale_a16w4(emulation: Emulation, src: torch.Tensor, experts_cnt: int, gate_up: bool) -> torch.Tensor:
+    """e8m0 scales [E * N, G] for weights of `shuffle_weight_a16w4`, without padding."""
+    op = "aiter.ops.shuffle.shuffle_scale_a16w4"
     emulation.require(op, src.dim() == 2, "scale must be a 2D tensor")
     emulation.require(op, src.element_size() == 1, f"only e8m0 scales are emulated, found {src.dtype}")
-    return shuffle_scale_bytes(src.view(torch.uint8)).view(src.dtype)
+    rows, groups = src.shape[0] // experts_cnt, src.shape[1]
+    emulation.require(op, rows % 32 == 0 and groups % 8 == 0, f"shape is invalid for input of size {src.numel()}")
+    held = src.view(torch.uint8).view(experts_cnt, rows, groups)
+    ordered = interleave_gate_up(held) if gate_up else held
+    return tile_scale_bytes(ordered.reshape(-1, groups)).view(src.dtype)
+
+
+def e8m0_shuffle(emulation: Emulation, scale: torch.Tensor) -> torch.Tensor:
+    """e8m0 scales [M, G], shuffled and padded."""
+    op = "aiter.utility.fp4_utils.e8m0_shuffle"
+    emulation.require(op, scale.dim() == 2, "scale must be a 2D tensor")
+    emulation.require(op, scale.element_size() == 1, f"only e8m0 scales are emulated, found {scale.dtype}")
+    return shuffle_scale_bytes(scale.view(torch.uint8)).view(scale.dtype)

@@ -23,6 +23,7 @@ from omniplat.emulation.rocm.layouts import shuffle_scale_bytes
 #: From this release on scales of MXFP4 are rounded up; before, to the even mantissa bit.
 CEIL_FROM = Version("0.1.16")
 _FP4_MAX = 6.0
+_FP8_MAX = 448.0
 _FP4_EXPONENT = 2
 #: Half of e2m1's mantissa bit in an f32.
 _EVEN_STEP = 1 << 21
@@ -49,6 +50,16 @@ def mxfp4(x: torch.Tensor, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
     scale = mxfp4_scale(groups.abs().amax(-1), rule)
     codes = e2m1_codes((groups / e8m0_values(scale).unsqueeze(-1)).flatten(-2), "nearest-even")
     return pack_nibbles(codes), scale
+
+
+def mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` [..., K] to float8_e4m3fn [..., K], saturating, and bytes uint8 [..., K/32]: the next power of two above a
+    group's amax, 1e-10 at least, times the f32 nearest to 1/448 (csrc/include/mx_quant_utils.h, 0.1.17)."""
+    groups = in_groups(x.to(torch.float32), x.shape[-1] // 32)
+    amax = groups.abs().amax(-1).clamp(min=_GROUP_MINIMUM)
+    scale = exponent_above(amax * torch.tensor(1.0 / _FP8_MAX, dtype=torch.float32)).to(torch.uint8)
+    scaled = groups / e8m0_values(scale).unsqueeze(-1)
+    return scaled.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).flatten(-2), scale
 
 
 def per_token(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from omniplat.emulation import emulate
-from omniplat.emulation.rocm.layouts import unshuffle_scale_bytes, unshuffle_weight_bytes
-from omniplat.emulation.rocm.quantizers import mxfp4_scale
+from omniplat.emulation.rocm.layouts import separate_gate_up, unshuffle_scale_bytes, unshuffle_weight_bytes
+from omniplat.emulation.rocm.quantizers import mxfp4_scale, mxfp8
 
 GOLDEN = load_file(Path(__file__).resolve().parents[2] / "data" / "emulation" / "vendor_quantizers.safetensors")
 INPUT = GOLDEN["input"]
@@ -59,6 +59,27 @@ def test_shuffled_weights(layout: tuple[int, int], name: str) -> None:
     assert shuffled.is_shuffled
     assert not hasattr(shuffled.view(torch.int8), "is_shuffled")
     assert torch.equal(unshuffle_weight_bytes(shuffled, layout), plain)
+
+
+@pytest.mark.parametrize(("gate_up", "name"), [(True, "gate_up"), (False, "down")])
+def test_weights_and_scales_with_gate_and_up_in_turns(gate_up: bool, name: str) -> None:
+    plain, scales = GOLDEN["aiter_a16w4.input"], GOLDEN["aiter_a16w4_scales.input"]
+    with emulate("rocm:gfx950"):
+        from aiter.ops.shuffle import shuffle_scale_a16w4, shuffle_weight_a16w4
+
+        shuffled = shuffle_weight_a16w4(plain, 16, gate_up)
+        shuffled_scales = shuffle_scale_a16w4(scales, len(plain), gate_up)
+    assert torch.equal(shuffled, GOLDEN[f"aiter_a16w4.{name}"])
+    assert torch.equal(shuffled_scales, GOLDEN[f"aiter_a16w4_scales.{name}"])
+    assert shuffled.is_shuffled
+    back = unshuffle_weight_bytes(shuffled)
+    assert torch.equal(separate_gate_up(back) if gate_up else back, plain)
+
+
+def test_mxfp8_of_experts() -> None:
+    codes, scale = mxfp8(INPUT)
+    assert torch.equal(codes.view(torch.uint8), GOLDEN["aiter_mxfp8.codes"])
+    assert torch.equal(scale, GOLDEN["aiter_mxfp8.scale"])
 
 
 def test_shuffled_scales_are_padded_with_what_nobody_wrote() -> None:

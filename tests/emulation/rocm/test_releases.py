@@ -16,13 +16,18 @@ from omniplat.match import Policy, match
 from omniplat.scheme import Scheme
 
 MXFP4 = Scheme.parse("mxfp4/mxfp4")
+MXFP8 = Scheme.parse("mxfp8/mxfp8")
 RELEASES = [
     ("0.1.13.post1", "gemm_a4w4_even"),
     ("0.1.14", "gemm_a4w4_even"),
     ("0.1.16", "gemm_a4w4"),
     ("0.1.18", "gemm_a4w4"),
+    ("0.1.20.post1", "gemm_a4w4"),
     ("0.1.14", "fused_moe_mxfp4_even"),
     ("0.1.16", "fused_moe_mxfp4"),
+    ("0.1.16", "reencoded_moe_mxfp8"),
+    ("0.1.17", "fused_moe_mxfp8"),
+    ("0.1.20.post1", "fused_moe_mxfp8"),
 ]
 
 
@@ -31,7 +36,8 @@ def test_the_kernel_of_a_release(version: str, kernel: str) -> None:
     with emulate("rocm:gfx950", version=version) as emulation:
         subject = find_subject("rocm", emulated=emulation.device)
         capability = next(item for item in subject.spec.capabilities if item.name == kernel)
-        case = case_of(capability, MXFP4, rows=25, n=96, k=256, inner=256)
+        scheme = MXFP8 if "mxfp8" in kernel else MXFP4
+        case = case_of(capability, scheme, rows=100, n=96, k=256, inner=256)
         chosen = match(case.spec, subject.spec.capabilities, subject.device, Policy()).chosen
         assert chosen is not None
         assert chosen.capability.name == kernel

@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from omniplat_rocm.spec import SPEC
+from packaging.requirements import Requirement
 
 from omniplat.emulation import Emulation, emulate
+from omniplat.emulation.rocm import VENDOR
+from omniplat.emulation.schemas import of_version
 
 FP8, FNUZ, FP4 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float4_e2m1fn_x2
 BF16, F16, F32, U8, I32 = torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int32
@@ -105,6 +109,28 @@ def fused_moe() -> Arguments:
     }  # fmt: skip
 
 
+def fused_moe_mxfp8() -> Arguments:
+    """Gate and up in turns."""
+    aiter = import_module("aiter")
+    shuffle = import_module("aiter.ops.shuffle")
+    return {
+        "hidden_states": torch.ones(M, K, dtype=BF16), "topk_weight": torch.ones(M, 1),
+        "w1": shuffle.shuffle_weight_a16w4(some_bytes(E, 2 * INNER, K).view(FP8), 16, True),
+        "w2": shuffle.shuffle_weight_a16w4(some_bytes(E, K, INNER).view(FP8), 16, False),
+        "topk_ids": torch.zeros(M, 1, dtype=I32), "quant_type": aiter.QuantType.per_1x32,
+        "w1_scale": shuffle.shuffle_scale_a16w4(some_bytes(E * 2 * INNER, K // 32, high=4) + 120, E, True),
+        "w2_scale": scales(E * K, INNER // 32), "gate_mode": "interleave",
+    }  # fmt: skip
+
+
+def shuffle_weight_a16w4() -> Arguments:
+    return {"src": some_bytes(E, N, K), "NLane": 16, "gate_up": True}
+
+
+def shuffle_scale_a16w4() -> Arguments:
+    return {"src": some_bytes(E * N, K // 32), "experts_cnt": E, "gate_up": True}
+
+
 def per_1x32_f4_quant_hip() -> Arguments:
     return {"x": torch.ones(M, K, dtype=BF16), "shuffle": True}
 
@@ -115,17 +141,23 @@ def shuffle_weight() -> Arguments:
 
 PATHS = {
     "gemm_afp4wfp4": "aiter.ops.triton.gemm_afp4wfp4", "gemm_a8wfp4": "aiter.ops.triton.gemm_a8wfp4",
-    "fused_moe": "aiter.fused_moe", "shuffle_weight": "aiter.ops.shuffle",
+    "fused_moe": "aiter.fused_moe", "fused_moe_mxfp8": "aiter.fused_moe", "shuffle_weight": "aiter.ops.shuffle",
+    "shuffle_weight_a16w4": "aiter.ops.shuffle", "shuffle_scale_a16w4": "aiter.ops.shuffle",
 }  # fmt: skip
 FUNCTIONS = (
     gemm_a4w4, gemm_afp4wfp4, gemm_a8wfp4, gemm_a8w8, gemm_a8w8_bpreshuffle, gemm_a8w8_blockscale, fused_moe,
-    per_1x32_f4_quant_hip, shuffle_weight,
+    fused_moe_mxfp8, per_1x32_f4_quant_hip, shuffle_weight, shuffle_weight_a16w4, shuffle_scale_a16w4,
 )  # fmt: skip
 
 
-def call(make: Callable[[], Arguments], **changed: Any) -> Any:
+def function_of(make: Callable[[], Arguments]) -> Callable[..., Any]:
+    """What a right call calls."""
     name = make.__name__
-    return function(f"{PATHS.get(name, 'aiter')}.{name}")(**{**make(), **changed})
+    return function(f"{PATHS.get(name, 'aiter')}.{name.removesuffix('_mxfp8')}")
+
+
+def call(make: Callable[[], Arguments], **changed: Any) -> Any:
+    return function_of(make)(**{**make(), **changed})
 
 
 @pytest.mark.parametrize("make", FUNCTIONS, ids=lambda make: make.__name__)
@@ -162,10 +194,23 @@ REFUSED: tuple[tuple[Callable[[], Arguments], str, Callable[[], Arguments], str]
     }, "Unsupported K"),
     (gemm_a8w8_blockscale, "shuffled", lambda: {"isBpreshuffled": True}, "preshuffle"),
     (gemm_a8w8_blockscale, "bias", lambda: {"bias": torch.ones(N)}, "bias"),
-    (fused_moe, "fp8 weights per 1x32", lambda: {
-        "w1": tiles(E, 2 * INNER, K, dtype=FP8), "w2": tiles(E, K, INNER, dtype=FP8)
+    (fused_moe, "int8 weights per 1x32", lambda: {
+        "w1": tiles(E, 2 * INNER, K, dtype=torch.int8), "w2": tiles(E, K, INNER, dtype=torch.int8)
     },
      "weights of"),
+    (fused_moe, "gate and up in turns", lambda: {"gate_mode": "interleave"}, "gate_mode"),
+    (fused_moe, "experts that are shared", lambda: {"beta": 1.0}, "beta is not emulated"),
+    (fused_moe_mxfp8, "FNUZ", lambda: {"w1": tiles(E, 2 * INNER, K, dtype=FNUZ)}, "weights of"),
+    (fused_moe_mxfp8, "padded scales", lambda: {"w1_scale": scales(E * 2 * INNER + 1, K // 32)}, "w1_scale is"),
+    (fused_moe_mxfp8, "scales of w2 without padding", lambda: {"w2_scale": some_bytes(E * K, 4)}, "w2_scale is"),
+    (fused_moe_mxfp8, "f32 scales", lambda: {"w1_scale": torch.ones(E * 2 * INNER, K // 32)}, "e8m0"),
+    (fused_moe_mxfp8, "K of 128", lambda: {
+        "hidden_states": torch.ones(M, 128, dtype=BF16), "w1": tiles(E, 2 * INNER, 128, dtype=FP8),
+        "w2": tiles(E, 128, INNER, dtype=FP8),
+    }, "multiple of 256"),
+    (fused_moe_mxfp8, "INNER of 64", lambda: {
+        "w1": tiles(E, 128, K, dtype=FP8), "w2": tiles(E, K, 64, dtype=FP8),
+    }, "multiple of 128"),
     (fused_moe, "f32 input", lambda: {"hidden_states": torch.ones(M, K)}, "out dtype"),
     (fused_moe, "ids in int64", lambda: {"topk_ids": torch.zeros(M, 1, dtype=torch.int64)}, "int32"),
     (fused_moe, "weights in bf16", lambda: {"topk_weight": torch.ones(M, 1, dtype=BF16)}, "f32"),
@@ -179,6 +224,11 @@ REFUSED: tuple[tuple[Callable[[], Arguments], str, Callable[[], Arguments], str]
     (per_1x32_f4_quant_hip, "three dimensions", lambda: {"x": torch.ones(1, M, K, dtype=BF16)}, "two dimensions"),
     (per_1x32_f4_quant_hip, "f32", lambda: {"x": torch.ones(M, K)}, "not implemented"),
     (per_1x32_f4_quant_hip, "K of 48", lambda: {"x": torch.ones(M, 48, dtype=BF16)}, "divisible by 32"),
+    (shuffle_weight_a16w4, "8 rows of gate", lambda: {"src": some_bytes(E, 48, K)}, "invalid"),
+    (shuffle_weight_a16w4, "32 bytes in a row", lambda: {"src": some_bytes(E, N, 32)}, "invalid"),
+    (shuffle_weight_a16w4, "one expert", lambda: {"src": some_bytes(N, K)}, "unpack"),
+    (shuffle_scale_a16w4, "by expert", lambda: {"src": some_bytes(E, N, K // 32)}, "2D"),
+    (shuffle_scale_a16w4, "groups that are no tile", lambda: {"src": some_bytes(E * N, 4)}, "invalid"),
     (shuffle_weight, "N of 24", lambda: {"x": some_bytes(24, K)}, "24 % 16"),
     (shuffle_weight, "16 bytes in a row", lambda: {"x": some_bytes(N, 16)}, "16 % 32"),
     (shuffle_weight, "a view", lambda: {"x": some_bytes(K, N).t()}, "view size"),
@@ -197,7 +247,9 @@ def test_refused(
         call(make, **changed())
 
 
-@pytest.mark.parametrize("make", [gemm_a4w4, gemm_afp4wfp4, gemm_a8wfp4, fused_moe, per_1x32_f4_quant_hip])
+@pytest.mark.parametrize(
+    "make", [gemm_a4w4, gemm_afp4wfp4, gemm_a8wfp4, fused_moe, fused_moe_mxfp8, per_1x32_f4_quant_hip]
+)
 def test_gfx942_has_no_fp4(gfx942: Emulation, make: Callable[[], Arguments]) -> None:
     with pytest.raises(RuntimeError):
         call(make)
@@ -230,6 +282,9 @@ RECORDED: tuple[tuple[Callable[[], Arguments], str, Callable[[], Arguments]], ..
     (gemm_a8w8_blockscale, "scale-shape", lambda: {"x_scale": torch.ones(K // 128, M).t()}),
     (gemm_a8w8_blockscale, "scale-shape", lambda: {"w_scale": torch.ones(K // 128, 1)}),
     (fused_moe, "not-marked-shuffled", lambda: {"w1": tiles(E, 2 * INNER, K // 2).view(FP4)}),
+    (fused_moe_mxfp8, "gate-mode", lambda: {"gate_mode": "separated"}),
+    (fused_moe_mxfp8, "not-marked-shuffled", lambda: {"w1": some_bytes(E, 2 * INNER, K).view(FP8)}),
+    (fused_moe_mxfp8, "bias-dropped", lambda: {"bias1": torch.ones(E, 2 * INNER)}),
     (fused_moe, "bias-dropped", lambda: {"bias2": torch.ones(E, K)}),
     (fused_moe, "id-out-of-range", lambda: {"topk_ids": torch.full((M, 1), -1, dtype=I32)}),
 )  # fmt: skip
@@ -250,13 +305,31 @@ def test_an_unshuffled_weight_computes_something_else(gfx950: Emulation) -> None
     assert not gfx950.violations
 
 
+def test_gate_and_up_that_do_not_lie_in_turns_compute_something_else(gfx950: Emulation) -> None:
+    """The same, of weights and of scales."""
+    right = call(fused_moe_mxfp8)
+    assert not torch.equal(call(fused_moe_mxfp8, w1=tiles(E, 2 * INNER, K, dtype=FP8)), right)
+    plain = some_bytes(E * 2 * INNER, K // 32, high=4) + 120
+    unlike = function("aiter.ops.shuffle.shuffle_scale_a16w4")(plain, E, False)
+    assert not torch.equal(call(fused_moe_mxfp8, w1_scale=unlike), right)
+    assert not gfx950.violations
+
+
 #: version -> an argument that it does not take yet
 NEW_ARGUMENTS = (
     ("0.1.13.post1", fused_moe, "swiglu_limit", True),
     ("0.1.14", fused_moe, "swiglu_limit", False),
+    ("0.1.18", fused_moe, "beta", True),
+    ("0.1.19", fused_moe, "beta", False),
+    ("0.1.19", fused_moe, "shared_w1", True),
+    ("0.1.20.post1", fused_moe, "shared_w1", False),
     ("0.1.13.post1", gemm_a4w4, "apreshuffle", True),
     ("0.1.16", gemm_a4w4, "global_A_scale", True),
-    ("0.1.18", gemm_a4w4, "apreshuffle", False),
+    ("0.1.17", gemm_a4w4, "apreshuffle", False),
+    ("0.1.13.post1", shuffle_weight, "gate_up", True),
+    ("0.1.14", shuffle_weight, "gate_up", False),
+    ("0.1.16", shuffle_weight, "pad_k_to", True),
+    ("0.1.17", shuffle_weight, "pad_k_to", False),
 )
 
 
@@ -265,11 +338,27 @@ def test_signatures_are_those_of_the_release(
     version: str, make: Callable[[], Arguments], argument: str, is_unknown: bool
 ) -> None:
     with emulate("rocm:gfx950", version=version):
-        found = inspect.signature(function(f"{PATHS.get(make.__name__, 'aiter')}.{make.__name__}"))
-        assert (argument not in found.parameters) == is_unknown
+        assert (argument not in inspect.signature(function_of(make)).parameters) == is_unknown
         if is_unknown:
             with pytest.raises(TypeError, match=argument):
                 call(make, **{argument: None})
+
+
+def test_mxfp8_experts_came_with_a_release() -> None:
+    with emulate("rocm:gfx950", version="0.1.16"), pytest.raises(RuntimeError, match="weights of"):
+        call(fused_moe_mxfp8)
+
+
+@pytest.mark.parametrize("version", VENDOR.known)
+def test_every_release_has_one_signature_of_each_function(version: str) -> None:
+    names = [schema.qualified for schema in of_version(VENDOR.functions, version)]
+    assert sorted(names) == sorted(set(names))
+    assert {schema.qualified for schema in VENDOR.functions} - set(names) <= {"aiter::per_1x32_mx_quant_hip"}
+
+
+def test_the_backend_takes_every_release_that_is_emulated() -> None:
+    (range_,) = (Requirement(text).specifier for text in SPEC.distributions if Requirement(text).name == VENDOR.library)
+    assert [version for version in VENDOR.known if not range_.contains(version)] == []
 
 
 @pytest.mark.parametrize("make", FUNCTIONS, ids=lambda make: make.__name__)

@@ -28,11 +28,12 @@ from omniplat_rocm.kernels.vendor import aiter, require_half
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """`quant_type` is the name of AITER's constant, `dtype` that of the codes; `limit` the activation's, as text: a
-    compiler takes a float for an input that varies."""
+    """`quant_type` is the name of AITER's constant, `dtype` that of the codes; `gate_mode` says how rows of w13 lie, ""
+    where gate comes first; `limit` is the activation's, as text: a compiler takes a float for an input that varies."""
 
     quant_type: str
     dtype: str
+    gate_mode: str
     experts: int
     limit: str
 
@@ -44,6 +45,7 @@ class FusedMoe(MoeKernel[ExpertsConfig]):
     name: ClassVar[str] = "fused_moe_fp8"
     config_type = ExpertsConfig
     quant_type: ClassVar[str] = "per_Token"
+    gate_mode: ClassVar[str] = ""
 
     def prepare(self, w13: WeightTensors, w2: WeightTensors, spec: LayerSpec) -> Prepared[ExpertsConfig]:
         """Raises UnsupportedCombinationError for what is not declared; InvalidCheckpointError for NaN, and for scales
@@ -55,16 +57,22 @@ class FusedMoe(MoeKernel[ExpertsConfig]):
             vendor.require(weight, spec, self.name)
             codes, scale = self._weight(weight, spec)
             dtype = codes.dtype
-            shuffled = aiter("ops.shuffle", "shuffle_weight")(codes.contiguous(), layout=(16, 16))
-            tensors[prefix + "codes"] = shuffled.view(torch.uint8)
-            tensors[prefix + "scale"] = scale.contiguous()
+            codes, scale = self._laid_out(codes.contiguous(), scale.contiguous(), gate_up=prefix == "w13_")
+            tensors[prefix + "codes"] = codes.view(torch.uint8)
+            tensors[prefix + "scale"] = scale
         limit = (spec.moe or MoeSpec(w13.experts, w2.in_features)).limit
         name = str(dtype).removeprefix("torch.")
-        return Prepared(tensors, ExpertsConfig(self.quant_type, name, w13.experts, repr(limit)))
+        return Prepared(tensors, ExpertsConfig(self.quant_type, name, self.gate_mode, w13.experts, repr(limit)))
 
     def _weight(self, weight: WeightTensors, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes [E, N, K] in the dtype that the product knows them by, and scales as it reads them."""
+        """Codes [E, N, K] in the dtype that the product knows them by, and scales in the one that it reads."""
         return _device_fp8(fp8_codes(weight.tensors["codes"], spec.name), weight.tensors["scale"].to(torch.float32))
+
+    def _laid_out(
+        self, codes: torch.Tensor, scale: torch.Tensor, *, gate_up: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `_weight` gave, contiguous, as the product reads it; `gate_up` for w13."""
+        return aiter("ops.shuffle", "shuffle_weight")(codes, layout=(16, 16)), scale
 
     def apply(
         self,
@@ -89,6 +97,7 @@ class FusedMoe(MoeKernel[ExpertsConfig]):
             expert_map,
             config.quant_type,
             config.dtype,
+            config.gate_mode,
             activation,
             config.limit,
             out_dtype,
@@ -131,15 +140,43 @@ class FusedMoeMxfp4(FusedMoe):
     quant_type: ClassVar[str] = "per_1x32"
 
     def _weight(self, weight: WeightTensors, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = e8m0_scale(weight.tensors["scale"], spec.name).contiguous()
+        codes = weight.tensors["codes"].contiguous().view(aiter("", "dtypes").fp4x2)
+        return codes, e8m0_scale(weight.tensors["scale"], spec.name)
+
+    def _laid_out(
+        self, codes: torch.Tensor, scale: torch.Tensor, *, gate_up: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         shuffled = aiter("utility.fp4_utils", "e8m0_shuffle")(scale.view(-1, scale.shape[-1]))
-        return weight.tensors["codes"].contiguous().view(aiter("", "dtypes").fp4x2), shuffled
+        return super()._laid_out(codes, shuffled, gate_up=gate_up)
 
 
 class FusedMoeMxfp4Even(FusedMoeMxfp4):
     """With the quantizer of releases before 0.1.16."""
 
     name: ClassVar[str] = "fused_moe_mxfp4_even"
+
+
+class FusedMoeMxfp8(FusedMoe):
+    """MXFP8: `codes` [E, N, K] in tiles, of w13 16 rows of gate and 16 of up in turns; `scale` bytes of all experts,
+    shuffled, in the order of the codes. Laid out as AITER's op_tests/test_moe_2stage.py does."""
+
+    name: ClassVar[str] = "fused_moe_mxfp8"
+    quant_type: ClassVar[str] = "per_1x32"
+    gate_mode: ClassVar[str] = "interleave"
+
+    def _weight(self, weight: WeightTensors, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = fp8_codes(weight.tensors["codes"], spec.name).view(aiter("", "dtypes").fp8)
+        return codes, e8m0_scale(weight.tensors["scale"], spec.name)
+
+    def _laid_out(
+        self, codes: torch.Tensor, scale: torch.Tensor, *, gate_up: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = scale.view(-1, scale.shape[-1])
+        if gate_up:
+            scale = aiter("ops.shuffle", "shuffle_scale_a16w4")(rows, codes.shape[0], True)
+        else:
+            scale = aiter("utility.fp4_utils", "e8m0_shuffle")(rows)
+        return aiter("ops.shuffle", "shuffle_weight_a16w4")(codes, 16, gate_up), scale
 
 
 class ReencodedMoeMxfp8(FusedMoe):
@@ -183,6 +220,7 @@ def _experts(
     expert_map: torch.Tensor | None,
     quant_type: str,
     dtype: str,
+    gate_mode: str,
     activation: str,
     limit: str,
     out_dtype: torch.dtype,
@@ -194,7 +232,10 @@ def _experts(
         raise UsageError(f"fused_moe takes {', '.join(_ACTIVATIONS)}, not {activation}")
     ids, weights, mask = _chosen(topk_ids, topk_weights, expert_map, w13.shape[0])
     first, second = (_marked(codes.view(getattr(torch, dtype))) for codes in (w13, w2))
-    limited = {"swiglu_limit": float(limit)} if float(limit) else {}
+    # Given only where they say something: older releases do not take them.
+    said: dict[str, float | str] = {"swiglu_limit": float(limit)} if float(limit) else {}
+    if gate_mode:
+        said["gate_mode"] = gate_mode
     y: torch.Tensor = aiter("fused_moe", "fused_moe")(
         x.to(out_dtype).contiguous(),
         first,
@@ -206,7 +247,7 @@ def _experts(
         quant_type=getattr(aiter("", "QuantType"), quant_type),
         w1_scale=w13_scale,
         w2_scale=w2_scale,
-        **limited,
+        **said,
     )
     return y
 
@@ -230,7 +271,7 @@ def _chosen(
 register(
     _LIBRARY,
     "rocm_experts(Tensor x, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor topk_ids, "
-    "Tensor topk_weights, Tensor? expert_map, str quant_type, str dtype, str activation, str limit, "
+    "Tensor topk_weights, Tensor? expert_map, str quant_type, str dtype, str gate_mode, str activation, str limit, "
     "ScalarType out_dtype) -> Tensor",
     {"CompositeExplicitAutograd": _experts},
     experts_fake,
