@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from omniplat.backend import BackendSpec, NotSupported, Quirk
 from omniplat_ascend.capabilities import floats, integers
-from omniplat_ascend.capabilities.common import OP_PLUGIN, TORCH, TORCH_NPU, VLLM_ASCEND
+from omniplat_ascend.capabilities.common import OP_PLUGIN, OPS_NN, TORCH, TORCH_NPU, VLLM_ASCEND
 
 SPEC = BackendSpec(
     name="ascend",
@@ -55,6 +55,23 @@ SPEC = BackendSpec(
         Quirk(
             ("grouped_matmul_int8", "grouped_matmul_int4_a8"),
             "a2 and a3 take bf16 scales only beside a bf16 output; the int32 product is scaled outside",
+            OP_PLUGIN,
+        ),
+        Quirk(
+            ("grouped_matmul_w4a8",),
+            "splits inputs in two, rounds sums of 256 products to f16 and adds them up in it: scales are given without "
+            "their size, so that no sum leaves f16; it writes over its inputs",
+            OP_PLUGIN,
+        ),
+        Quirk(
+            ("quant_matmul_fp8_block",),
+            "takes no bias; it is added to a float32 output",
+            OPS_NN,
+        ),
+        Quirk(
+            ("grouped_matmul_mxfp4_a16",),
+            "the weight has to lie in the NZ format, which a copy through another device or a state dict loses: it is "
+            "cast anew in every call then",
             OP_PLUGIN,
         ),
         Quirk(

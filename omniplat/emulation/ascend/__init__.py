@@ -10,11 +10,12 @@ from omniplat.emulation.ascend.mx import dynamic_dual_level_mx_quant, dynamic_mx
 from omniplat.emulation.ascend.quantize import (
     convert_weight_to_int4pack,
     dtype_cast,
+    dynamic_block_quant,
     dynamic_quant,
     quantize,
     trans_quant_param,
 )
-from omniplat.emulation.ascend.routing import moe_init_routing_v2
+from omniplat.emulation.ascend.routing import moe_finalize_routing, moe_init_routing_v2
 from omniplat.emulation.ascend.schemas import SCHEMAS
 from omniplat.emulation.core import Vendor
 
@@ -26,6 +27,7 @@ OPERATORS: Mapping[str, Callable[..., Any]] = {
     "npu::npu_trans_quant_param": trans_quant_param,
     "npu::npu_quantize": quantize,
     "npu::npu_dynamic_quant": dynamic_quant,
+    "npu::npu_dynamic_block_quant": dynamic_block_quant,
     "npu::npu_dynamic_mx_quant": dynamic_mx_quant,
     "npu::npu_dynamic_dual_level_mx_quant": dynamic_dual_level_mx_quant,
     "npu::npu_quant_matmul": quant_matmul,
@@ -35,6 +37,7 @@ OPERATORS: Mapping[str, Callable[..., Any]] = {
     "npu::npu_grouped_matmul": grouped_matmul,
     "npu::npu_grouped_matmul_swiglu_quant_v2": grouped_matmul_swiglu_quant_v2,
     "npu::npu_moe_init_routing_v2": moe_init_routing_v2,
+    "npu::npu_moe_finalize_routing": moe_finalize_routing,
 }
 
 VENDOR = Vendor(

@@ -5,22 +5,22 @@ What lies behind the last group is not written on the device; here it is filled 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from omniplat.emulation.ascend.dtypes import FP4, element, floating
+from omniplat.emulation.ascend.grouped_weights import antiquant, antiquant_mx, int4_by_int8
+from omniplat.emulation.ascend.groups import TensorList, by_group, group_counts, only, owners
 from omniplat.emulation.ascend.layout import is_transposed, require_matrix
 from omniplat.emulation.ascend.matmul import codes_of, mx_operand, paired
 from omniplat.emulation.ascend.mx import mx_quantize
-from omniplat.emulation.ascend.quantize import unpack_int4
 from omniplat.emulation.core import Emulation
 
 _HALF = (torch.float16, torch.bfloat16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (*_HALF, torch.float32)
-_Tensors = Sequence[torch.Tensor] | None
 
 
 def swiglu(emulation: Emulation, input: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -30,60 +30,21 @@ def swiglu(emulation: Emulation, input: torch.Tensor, dim: int = -1) -> torch.Te
     return (F.silu(first) * second).to(input.dtype)
 
 
-def _counts(
-    emulation: Emulation, op: str, group_list: torch.Tensor, kind: int, experts: int, rows: int, *, whole: bool
-) -> list[int]:
-    """Rows of each expert; they cover all rows where `whole`, and never more."""
-    require = emulation.require
-    require(op, group_list.dtype == torch.int64, f"group_list is {group_list.dtype}")
-    require(op, tuple(group_list.shape) == (experts,), f"group_list is {list(group_list.shape)} for {experts} weights")
-    if kind not in (0, 1):
-        raise NotImplementedError(f"{op}: group_list_type {kind} is not emulated")
-    numbers = [int(value) for value in group_list]
-    counts = numbers if kind == 1 else [b - a for a, b in zip([0, *numbers], numbers, strict=False)]
-    require(op, min(counts) >= 0, "group_list is negative or decreases")
-    total = sum(counts)
-    fits = total == rows if whole else total <= rows
-    require(op, fits, f"group_list covers {total} of {rows} rows")
-    return counts
-
-
-def _only(emulation: Emulation, op: str, name: str, tensors: _Tensors) -> torch.Tensor | None:
-    if tensors is None or len(tensors) == 0:
-        return None
-    emulation.require(op, len(tensors) == 1, f"{name} is a list of {len(tensors)}, needed one tensor")
-    return tensors[0]
-
-
-def _by_group(
-    x: torch.Tensor, counts: list[int], columns: int, product: Callable[[int, slice], torch.Tensor]
-) -> torch.Tensor:
-    """f32 [rows, columns]: `product(expert, rows)` of every group, NaN behind the last one."""
-    y = torch.full((x.shape[0], columns), torch.nan)
-    start = 0
-    for expert, count in enumerate(counts):
-        part = slice(start, start + count)
-        if count:
-            y[part] = product(expert, part)
-        start += count
-    return y
-
-
 def grouped_matmul(
     emulation: Emulation,
     x: Sequence[torch.Tensor],
     weight: Sequence[torch.Tensor],
     *,
-    bias: _Tensors = None,
-    scale: _Tensors = None,
-    offset: _Tensors = None,
-    antiquant_scale: _Tensors = None,
-    antiquant_offset: _Tensors = None,
-    per_token_scale: _Tensors = None,
+    bias: TensorList = None,
+    scale: TensorList = None,
+    offset: TensorList = None,
+    antiquant_scale: TensorList = None,
+    antiquant_offset: TensorList = None,
+    per_token_scale: TensorList = None,
     group_list: torch.Tensor | None = None,
-    activation_input: _Tensors = None,
-    activation_quant_scale: _Tensors = None,
-    activation_quant_offset: _Tensors = None,
+    activation_input: TensorList = None,
+    activation_quant_scale: TensorList = None,
+    activation_quant_offset: TensorList = None,
     split_item: int | None = 0,
     group_type: int | None = None,
     group_list_type: int | None = 0,
@@ -103,7 +64,7 @@ def grouped_matmul(
         raise NotImplementedError(f"{op}: offsets, activations and tuning_config are not emulated")
     if group_type != 0 or split_item not in (2, 3) or group_list is None:
         raise NotImplementedError(f"{op}: only groups of rows (group_type 0, split_item 2 or 3) are emulated")
-    rows, stack = _only(emulation, op, "x", x), _only(emulation, op, "weight", weight)
+    rows, stack = only(emulation, op, "x", x), only(emulation, op, "weight", weight)
     require(op, rows is not None and stack is not None, "x and weight are lists of one tensor")
     assert rows is not None
     assert stack is not None
@@ -114,15 +75,19 @@ def grouped_matmul(
     for name, number in (("x_dtype", x_dtype), ("weight_dtype", weight_dtype)):
         known = number is None or element(emulation, op, number, FP4) == FP4
         require(op, known, f"{name} {number}: only fp4 is named, other dtypes are the tensors' own")
-    counts = _counts(emulation, op, group_list, group_list_type or 0, stack.shape[0], rows.shape[0], whole=True)
+    counts = group_counts(emulation, op, group_list, group_list_type or 0, stack.shape[0], rows.shape[0], whole=True)
     left = element(emulation, op, x_dtype, rows.dtype)
     right = element(emulation, op, weight_dtype, stack.dtype)
-    factor, token = _only(emulation, op, "scale", scale), _only(emulation, op, "per_token_scale", per_token_scale)
-    anti = _only(emulation, op, "antiquant_scale", antiquant_scale)
-    shift = _only(emulation, op, "antiquant_offset", antiquant_offset)
-    added = _only(emulation, op, "bias", bias)
+    factor, token = only(emulation, op, "scale", scale), only(emulation, op, "per_token_scale", per_token_scale)
+    anti = only(emulation, op, "antiquant_scale", antiquant_scale)
+    shift = only(emulation, op, "antiquant_offset", antiquant_offset)
+    added = only(emulation, op, "bias", bias)
     if anti is not None and left in _HALF:
-        return [_antiquant(emulation, rows, stack, counts, anti, shift, added, output_dtype)]
+        dequantized = antiquant_mx if right == torch.float32 else antiquant
+        return [dequantized(emulation, rows, stack, counts, anti, shift, added, output_dtype)]
+    if left == torch.int8 and right == torch.int32:
+        kind = group_list_type or 0
+        return [int4_by_int8(emulation, rows, stack, counts, kind, factor, token, added, output_dtype)]
     if FP4 in (left, right) or scale_dtype is not None or per_token_scale_dtype is not None:
         dtypes = (scale_dtype, per_token_scale_dtype)
         operands = (left, right)
@@ -137,7 +102,7 @@ def grouped_matmul(
         assert token is not None
         shapes = factor.dtype == token.dtype == torch.float32 and tuple(factor.shape) == (len(counts), stack.shape[2])
         require(op, shapes and tuple(token.shape) == (rows.shape[0],), "scales are f32 [E, N] and f32 [M]")
-        y = _by_group(
+        y = by_group(
             rows,
             counts,
             stack.shape[2],
@@ -165,7 +130,7 @@ def _int8(
     if bias is not None:
         raise NotImplementedError(f"{op}: a bias of int8 products is not emulated")
     out = floating(emulation, op, output_dtype, (*_HALF, torch.int32))
-    y = _by_group(x, counts, weight.shape[2], lambda e, part: x[part].to(torch.float64) @ weight[e].to(torch.float64))
+    y = by_group(x, counts, weight.shape[2], lambda e, part: x[part].to(torch.float64) @ weight[e].to(torch.float64))
     if out == torch.int32:
         require(op, scale is None and token is None, "an int32 output takes no scales")
         return torch.nan_to_num(y, nan=2.0**30).to(torch.int32)
@@ -178,7 +143,7 @@ def _int8(
     require(op, scale.dtype in kinds, f"scale is {scale.dtype} for {out} on {emulation.arch}, needed one of {kinds}")
     require(op, tuple(scale.shape) == (len(counts), weight.shape[2]), f"scale is {list(scale.shape)}, needed [E, N]")
     require(op, token.dtype == torch.float32 and tuple(token.shape) == (x.shape[0],), "per_token_scale is f32 [M]")
-    expert = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    expert = owners(counts)
     return (y * scale.to(torch.float32)[expert] * token.unsqueeze(1)).to(out)
 
 
@@ -231,9 +196,9 @@ def _mx(
     require(op, bias is None or right == FP4, "fp8 takes no bias")
     require(op, bias is None or bias.dtype == needed, f"bias is not {needed}")
     rows = mx_operand(values, token)
-    y = _by_group(rows, counts, columns, lambda e, part: rows[part] @ mx_operand(operand[e], factors[e]).t())
+    y = by_group(rows, counts, columns, lambda e, part: rows[part] @ mx_operand(operand[e], factors[e]).t())
     if bias is not None:
-        y = y + bias.to(torch.float32)[torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))]
+        y = y + bias.to(torch.float32)[owners(counts)]
     return y.to(out)
 
 
@@ -242,53 +207,6 @@ def dense_stack(emulation: Emulation, op: str, weight: torch.Tensor, fmt: torch.
     if fmt != FP4 or is_transposed(weight):
         return codes_of(emulation, op, "weight", weight.transpose(1, 2), fmt)
     return codes_of(emulation, op, "weight", weight, fmt).transpose(1, 2)
-
-
-def _antiquant(
-    emulation: Emulation,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    counts: list[int],
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    output_dtype: int | None,
-) -> torch.Tensor:
-    """Inputs of 16 bits by int8 (a scale per column) or int4 in int32 (per column or group)."""
-    op = "npu_grouped_matmul"
-    require = emulation.require
-    if bias is not None:
-        raise NotImplementedError(f"{op}: a bias of weight-only products is not emulated")
-    require(op, weight.dtype in (torch.int8, torch.int32), f"weight cannot be {weight.dtype}")
-    if weight.dtype == torch.int32 and is_transposed(weight):
-        raise NotImplementedError(f"{op}: int4 that is packed along K is not emulated")
-    codes = unpack_int4(weight) if weight.dtype == torch.int32 else weight
-    depth, columns = codes.shape[1:]
-    require(op, x.shape[1] == depth, f"K is {x.shape[1]} in x and {depth} in weight")
-    require(op, scale.dtype == x.dtype, f"antiquant_scale is {scale.dtype}, x {x.dtype}")
-    grouped = scale.dim() == 3
-    require(op, not grouped or weight.dtype == torch.int32, "int8 takes one scale per column")
-    groups = scale.shape[1] if grouped else 1
-    shape = [len(counts), groups, columns] if grouped else [len(counts), columns]
-    require(op, list(scale.shape) == shape, f"antiquant_scale is {list(scale.shape)}, needed {shape}")
-    require(op, depth % groups == 0, f"{groups} groups do not divide K {depth}")
-    require(op, offset is not None or emulation.arch == "a5", "antiquant_offset is missing")
-    factors = scale.to(torch.float32).reshape(len(counts), groups, columns)
-    shifts = torch.zeros_like(factors)
-    if offset is not None:
-        fits = offset.dtype == x.dtype and offset.shape == scale.shape
-        require(op, fits, "antiquant_offset needs the dtype and shape of antiquant_scale")
-        shifts = offset.to(torch.float32).reshape(factors.shape)
-    out = x.dtype if output_dtype is None else floating(emulation, op, output_dtype, (x.dtype,))
-    values = x.to(torch.float32)
-    size = depth // groups
-
-    def product(expert: int, part: slice) -> torch.Tensor:
-        wide = [tensor[expert].repeat_interleave(size, dim=0) for tensor in (factors, shifts)]
-        dense = ((codes[expert].to(torch.float32) + wide[1]) * wide[0]).to(x.dtype).to(torch.float32)
-        return values[part] @ dense
-
-    return _by_group(values, counts, columns, product).to(out)
 
 
 def grouped_matmul_swiglu_quant_v2(
@@ -300,7 +218,7 @@ def grouped_matmul_swiglu_quant_v2(
     group_list: torch.Tensor,
     *,
     smooth_scale: torch.Tensor | None = None,
-    weight_assist_matrix: _Tensors = None,
+    weight_assist_matrix: TensorList = None,
     bias: torch.Tensor | None = None,
     dequant_mode: int | None = 0,
     dequant_dtype: int | None = 6,
@@ -318,7 +236,7 @@ def grouped_matmul_swiglu_quant_v2(
     require = emulation.require
     require(op, smooth_scale is None and not weight_assist_matrix and bias is None, "these have to be None so far")
     require(op, not tuning_config or emulation.arch != "a5", "tuning_config is not for a5")
-    stack, factor = (_only(emulation, op, name, t) for name, t in (("weight", weight), ("weight_scale", weight_scale)))
+    stack, factor = (only(emulation, op, name, t) for name, t in (("weight", weight), ("weight_scale", weight_scale)))
     require(op, stack is not None and factor is not None, "weight and weight_scale are lists of one tensor")
     assert stack is not None
     assert factor is not None
@@ -327,7 +245,7 @@ def grouped_matmul_swiglu_quant_v2(
     require(
         op, (x_dtype is None) == (weight_dtype is None), "x_dtype and weight_dtype are given together or not at all"
     )
-    counts = _counts(emulation, op, group_list, group_list_type or 0, stack.shape[0], x.shape[0], whole=False)
+    counts = group_counts(emulation, op, group_list, group_list_type or 0, stack.shape[0], x.shape[0], whole=False)
     named = element(emulation, op, dequant_dtype or None, torch.float32)
     require(op, named == torch.float32 or emulation.arch == "a5", f"dequant_dtype {dequant_dtype} is for a5")
     modes = (dequant_mode or 0, quant_mode or 0)
@@ -339,8 +257,8 @@ def grouped_matmul_swiglu_quant_v2(
         fits = factor.dtype in kinds and tuple(factor.shape) == (len(counts), stack.shape[2])
         require(op, fits, f"weight_scale is {factor.dtype} {list(factor.shape)}, needed {kinds} [E, N]")
         require(op, x_scale.dtype == torch.float32 and tuple(x_scale.shape) == (x.shape[0],), "x_scale is f32 [M]")
-        y = _by_group(x, counts, stack.shape[2], lambda e, part: x[part].to(torch.float64) @ stack[e].to(torch.float64))
-        expert = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        y = by_group(x, counts, stack.shape[2], lambda e, part: x[part].to(torch.float64) @ stack[e].to(torch.float64))
+        expert = owners(counts)
         y[: len(expert)] *= factor.to(torch.float32)[expert] * x_scale[: len(expert)].unsqueeze(1)
         return _int8_rows(_gated(y))
     require(op, modes == (2, 2) and emulation.arch == "a5", f"dequant_mode and quant_mode {modes} on {emulation.arch}")
@@ -361,7 +279,7 @@ def grouped_matmul_swiglu_quant_v2(
     require(op, target in (FP4, *_FP8), f"quant_dtype {quant_dtype} is no MX format")
     rows = mx_operand(values, x_scale)
     factors = factor.transpose(1, 2)
-    y = _by_group(rows, counts, columns, lambda e, part: rows[part] @ mx_operand(operand[e], factors[e]).t())
+    y = by_group(rows, counts, columns, lambda e, part: rows[part] @ mx_operand(operand[e], factors[e]).t())
     return mx_quantize(_gated(y), target, "rint", 0, 0.0, 32)
 
 

@@ -51,6 +51,12 @@ def format_cast(
     return result
 
 
+def copy_format(source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """`result`, whose storage is its own, in the format of `source`."""
+    setattr(result.untyped_storage(), _ATTRIBUTE, npu_format(source))
+    return result
+
+
 def get_npu_format(emulation: Emulation, input: torch.Tensor) -> int:
     return npu_format(input)
 

@@ -20,6 +20,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (*_HALF, torch.float32)
 _BYTES = (torch.uint8, torch.int8)
 _MX_GROUP = 32
+_BLOCK = 128
 _DUAL_GROUP = 512
 
 
@@ -53,10 +54,13 @@ def quant_matmul(
     if FP4 in (left, right) or element(emulation, op, scale_dtype, scale.dtype) == torch.float8_e8m0fnu:
         scales = (scale, scale_dtype), (pertoken_scale, pertoken_scale_dtype)
         return _mx_matmul(emulation, x1, x2, left, right, scales, bias, output_dtype, group_sizes)
-    emulation.require(op, group_sizes is None, f"group_sizes {group_sizes} is for MX operands")
+    emulation.require(op, group_sizes is None or left in _FP8, f"group_sizes {group_sizes} is for fp8 and MX operands")
     emulation.require(op, left == right, f"x1 is {left}, x2 {right}")
     if left in _FP8:
         emulation.require(op, emulation.arch == "a5", "fp8 is for a5")
+        if group_sizes is not None:
+            groups = list(group_sizes)
+            return _block_matmul(emulation, x1, x2, scale, pertoken_scale, bias, output_dtype, groups)
         return _fp8_matmul(emulation, x1, x2, scale, pertoken_scale, bias, output_dtype)
     emulation.require(op, left in (torch.int8, torch.int32), f"x1 cannot be {left}")
     return _integer_matmul(emulation, x1, x2, scale, pertoken_scale, bias, output_dtype)
@@ -156,6 +160,46 @@ def _fp8_matmul(
         require(op, bias.dtype == torch.float32, f"bias is {bias.dtype}")
         emulation.record(op, "fp8-bias", "vllm-ascend reports wrong results of fp8 products with a bias")
         y = y + bias
+    return y.to(out)
+
+
+def _block_matmul(
+    emulation: Emulation,
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    scale: torch.Tensor,
+    pertoken_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    output_dtype: int | None,
+    groups: list[int],
+) -> torch.Tensor:
+    """fp8 by fp8, f32 scales per token and 128 columns [M, ceil(K/128)] and per tile [ceil(K/128), ceil(N/128)]."""
+    op = "npu_quant_matmul"
+    require = emulation.require
+    if groups == [_BLOCK, _BLOCK, _BLOCK]:
+        raise NotImplementedError(f"{op}: tiles of inputs are not emulated")
+    require(op, groups == [1, _BLOCK, _BLOCK], f"group_sizes is {groups}, needed [1, {_BLOCK}, {_BLOCK}]")
+    require(op, pertoken_scale is not None, "pertoken_scale is missing")
+    assert pertoken_scale is not None
+    require(op, bias is None, "fp8 in tiles takes no bias")
+    (rows, depth), columns = x1.shape, x2.shape[1]
+    require(op, depth == x2.shape[0], f"K is {depth} in x1 and {x2.shape[0]} in x2")
+    loops = -(-depth // _BLOCK)
+    for name, tensor, shape in (
+        ("scale", scale, (loops, -(-columns // _BLOCK))),
+        ("pertoken_scale", pertoken_scale, (rows, loops)),
+    ):
+        fits = tensor.dtype == torch.float32 and tuple(tensor.shape) == shape
+        require(op, fits, f"{name} is {tensor.dtype} {list(tensor.shape)}, needed float32 {list(shape)}")
+    same = 1 in scale.shape or is_transposed(x2) == is_transposed(scale)
+    require(op, same, "x2 and its scale are transposed differently")
+    out = floating(emulation, op, output_dtype, _FLOATS)
+    a, b = x1.to(torch.float32), x2.to(torch.float32)
+    y = torch.zeros((rows, columns))
+    for loop in range(loops):
+        part = slice(loop * _BLOCK, (loop + 1) * _BLOCK)
+        factors = scale[loop].repeat_interleave(_BLOCK)[:columns]
+        y = y + (a[:, part] @ b[part]) * pertoken_scale[:, loop].unsqueeze(1) * factors
     return y.to(out)
 
 

@@ -6,8 +6,10 @@ The division differs by generation: a5 divides by the scale, a2 and a3 multiply 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from omniplat.emulation.ascend.dtypes import FP4, INT4, element
+from omniplat.emulation.ascend.layout import copy_format
 from omniplat.emulation.ascend.mx import fp4_codes, split_last
 from omniplat.emulation.core import Emulation
 from omniplat.emulation.microscaling import e2m1_values, pack_nibbles
@@ -15,6 +17,9 @@ from omniplat.emulation.microscaling import e2m1_values, pack_nibbles
 #: Bits of a scale that the fixed-point dequantization unit keeps: the lowest 13 of an f32 are dropped.
 SCALE_MASK = 0xFFFFE000 - (1 << 32)
 _HALF = (torch.float16, torch.bfloat16)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+#: Columns that share a scale of npu_dynamic_block_quant.
+_BLOCK = 128
 _TOP: dict[torch.dtype | str, float] = {
     torch.int8: 127.0,
     INT4: 7.0,
@@ -81,6 +86,44 @@ def dynamic_quant(
     return (codes if fmt == torch.int8 else pack_int4(codes)), scale
 
 
+def dynamic_block_quant(
+    emulation: Emulation,
+    x: torch.Tensor,
+    *,
+    min_scale: float = 0.0,
+    round_mode: str = "rint",
+    dst_type: int = 1,
+    row_block_size: int = 1,
+    col_block_size: int = 128,
+    dst_type_max: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """npu_dynamic_block_quant of single rows to fp8: codes [..., K] and f32 scales [..., ceil(K / 128)].
+
+    By the golden script of hicann/ops-nn: maxima of what is finite over the format's largest number; a block of zeros
+    has the scale 0 and codes of 0.
+    """
+    op = "npu_dynamic_block_quant"
+    require = emulation.require
+    fmt = element(emulation, op, dst_type, torch.int8)
+    require(op, x.dtype in _HALF, f"x cannot be {x.dtype}")
+    require(op, x.dim() in (2, 3), f"x is {x.dim()}-dimensional")
+    require(op, min_scale >= 0, f"min_scale is {min_scale}")
+    require(op, round_mode == "rint", f"round_mode {round_mode!r} is not rint")
+    require(op, fmt in (torch.int8, *_FP8), f"dst_type {dst_type} is not possible")
+    require(op, fmt == torch.int8 or emulation.arch == "a5", "fp8 is for a5")
+    if fmt == torch.int8 or (row_block_size, col_block_size) != (1, _BLOCK) or min_scale or dst_type_max:
+        raise NotImplementedError(f"{op}: only fp8 in blocks of 1 x 128 is emulated, without limits of scales")
+    assert isinstance(fmt, torch.dtype)
+    columns = x.shape[-1]
+    values = x.to(torch.float32)
+    tiles = split_last(F.pad(values, (0, -columns % _BLOCK)), _BLOCK)
+    scale = torch.where(torch.isfinite(tiles), tiles.abs(), 0.0).amax(-1) / _TOP[fmt]
+    wide = scale.repeat_interleave(_BLOCK, dim=-1)[..., :columns]
+    # 0 / 0 is 0 here, as NaN is.
+    scaled = (values / wide).clamp(-_TOP[fmt], _TOP[fmt])
+    return torch.nan_to_num(scaled, nan=0.0).to(fmt), scale
+
+
 def quantize(
     emulation: Emulation,
     input: torch.Tensor,
@@ -129,7 +172,10 @@ def trans_quant_param(
 
 
 def convert_weight_to_int4pack(emulation: Emulation, weight: torch.Tensor, inner_k_tiles: int = 0) -> torch.Tensor:
-    """npu_convert_weight_to_int4pack: int32 values from -8 to 7, eight to a word; on a5 f32 values of fp4 as well."""
+    """npu_convert_weight_to_int4pack: int32 values from -8 to 7, eight to a word; on a5 f32 values of fp4 as well.
+
+    A weight in NZ stays in it.
+    """
     op = "npu_convert_weight_to_int4pack"
     dims = (2, 3) if emulation.arch == "a5" else (2,)
     emulation.require(op, weight.dim() in dims, f"the weight is {weight.dim()}-dimensional")
@@ -139,11 +185,11 @@ def convert_weight_to_int4pack(emulation: Emulation, weight: torch.Tensor, inner
         emulation.require(op, emulation.arch == "a5", "float32 values are for a5")
         codes = fp4_codes(weight, "rint")
         emulation.require(op, torch.equal(e2m1_values(codes), weight), "a value is none of fp4's")
-        return pack_int4(codes).view(torch.float32)
+        return copy_format(weight, pack_int4(codes).view(torch.float32))
     emulation.require(op, weight.dtype == torch.int32, f"the weight is {weight.dtype}")
     low, high = (int(v) for v in torch.aminmax(weight)) if weight.numel() else (0, 0)
     emulation.require(op, low >= -8 and high <= 7, f"values from {low} to {high} are no int4")
-    return pack_int4(weight)
+    return copy_format(weight, pack_int4(weight))
 
 
 def dtype_cast(emulation: Emulation, input: torch.Tensor, dtype: int, input_dtype: int | None = None) -> torch.Tensor:

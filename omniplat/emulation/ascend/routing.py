@@ -1,4 +1,4 @@
-"""Sorting the rows of a layer by the experts that they chose."""
+"""Sorting the rows of a layer by the experts that they chose, and adding up what those made of them."""
 
 from __future__ import annotations
 
@@ -63,3 +63,54 @@ def moe_init_routing_v2(
     elif expert_tokens_num_type == 0:
         counts = counts.cumsum(0)
     return rows, where, counts, torch.full((len(ids),), torch.nan)
+
+
+def moe_finalize_routing(
+    emulation: Emulation,
+    expanded_permuted_rows: torch.Tensor,
+    skip1: torch.Tensor | None,
+    skip2: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    expanded_src_to_dst_row: torch.Tensor,
+    export_for_source_row: torch.Tensor | None,
+    drop_pad_mode: int | None = 0,
+    k: int | None = 1,
+) -> torch.Tensor:
+    """npu_moe_finalize_routing: out[i] = sum over k of scales[i, k] * rows[where the k-th choice of token i went].
+
+    `expanded_src_to_dst_row` int32 [M * T] is ordered by choices (`drop_pad_mode` 0 and 1) or by tokens (2 and 3). Rows
+    are [M * T, H] where all of them are there (0 and 2), and [experts, capacity, H] where -1 says that one is not.
+    """
+    op = "npu_moe_finalize_routing"
+    require = emulation.require
+    mode = drop_pad_mode or 0
+    require(op, mode in (0, 1, 2, 3), f"drop_pad_mode {mode} is none of 0 to 3")
+    if skip1 is not None or skip2 is not None or bias is not None or scales is None:
+        raise NotImplementedError(f"{op}: what is added to the sum, and sums without scales, are not emulated")
+    rows, where = expanded_permuted_rows, expanded_src_to_dst_row
+    kinds = (torch.float16, torch.bfloat16, torch.float32)
+    require(op, rows.dtype in kinds, f"expanded_permuted_rows cannot be {rows.dtype}")
+    mixed = rows.dtype == torch.bfloat16 and scales.dtype == torch.float32
+    fits = scales.dtype == rows.dtype or mixed or emulation.arch == "a5"
+    require(op, fits, f"scales is {scales.dtype}, rows {rows.dtype}")
+    require(op, scales.dim() == 2, f"scales is {list(scales.shape)}, needed [M, T]")
+    tokens, choices = scales.shape
+    fits = where.dtype == torch.int32 and tuple(where.shape) == (tokens * choices,)
+    require(op, fits, f"expanded_src_to_dst_row is {where.dtype} {list(where.shape)}, needed int32 [M * T]")
+    padded = mode in (1, 3)
+    require(op, rows.dim() == (3 if padded else 2), f"rows are {list(rows.shape)} in drop_pad_mode {mode}")
+    require(op, not padded or rows.shape[0] >= choices, f"{rows.shape[0]} experts for {choices} choices")
+    flat = rows.reshape(-1, rows.shape[-1])
+    require(op, padded or flat.shape[0] == tokens * choices, f"rows are {list(rows.shape)}, needed [M * T, H]")
+    lowest = -1 if padded else 0
+    inside = bool(((where >= lowest) & (where < flat.shape[0])).all())
+    require(op, inside, f"expanded_src_to_dst_row leaves [{lowest}, {flat.shape[0]})")
+    index = where.reshape(choices, tokens).t() if mode in (0, 1) else where.reshape(tokens, choices)
+    y = torch.zeros((tokens, flat.shape[1]))
+    for choice in range(choices):
+        found = flat[index[:, choice].clamp(min=0).to(torch.int64)].to(torch.float32)
+        # A row that is not there counts as zeros, whatever lies in the first one.
+        found = torch.where(index[:, choice].unsqueeze(1) >= 0, found, 0.0)
+        y = y + scales[:, choice].to(torch.float32).unsqueeze(1) * found
+    return y.to(rows.dtype)

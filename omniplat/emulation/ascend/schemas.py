@@ -39,6 +39,10 @@ SCHEMAS: tuple[OpSchema, ...] = (
         'dst_type=None, str quant_mode="pertoken", float dst_type_max=0.) -> (Tensor, Tensor)',
     ),
     _npu(
+        'npu_dynamic_block_quant(Tensor x, *, float min_scale=0., str round_mode="rint", int dst_type=1, int '
+        "row_block_size=1, int col_block_size=128, float dst_type_max=0.) -> (Tensor y, Tensor scale)",
+    ),
+    _npu(
         'npu_dynamic_mx_quant(Tensor input, *, int axis=-1, str round_mode="rint", int dst_type=296, int '
         "block_size=32, int? scale_alg=0, float dst_type_max=0.) -> (Tensor, Tensor)",
         versions="<2.13",
@@ -107,5 +111,16 @@ SCHEMAS: tuple[OpSchema, ...] = (
         "expert_tokens_num_type=0, bool expert_tokens_num_flag=False, int quant_mode=-1, int[2] "
         "active_expert_range=[], int row_idx_type=0, int? x_dtype=None) -> (Tensor, Tensor, Tensor, "
         "Tensor)",
+    ),
+    _npu(
+        "npu_moe_finalize_routing(Tensor expanded_permuted_rows, Tensor? skip1, Tensor? skip2, Tensor? bias, Tensor? "
+        "scales, Tensor expanded_src_to_dst_row, Tensor? export_for_source_row, int? drop_pad_mode=0) -> Tensor",
+        versions="<2.13",
+    ),
+    _npu(
+        "npu_moe_finalize_routing(Tensor expanded_permuted_rows, Tensor? skip1, Tensor? skip2, Tensor? bias, Tensor? "
+        "scales, Tensor expanded_src_to_dst_row, Tensor? export_for_source_row, int? drop_pad_mode=0, int? k=1) -> "
+        "Tensor",
+        versions=">=2.13",
     ),
 )

@@ -102,6 +102,23 @@ def fp8_matmul() -> Call:
     return Call("npu_quant_matmul", "a5", arguments, y, torch.bfloat16)
 
 
+def fp8_block_matmul() -> Call:
+    """The last tile has 44 of its 128 columns of K, and 48 of its rows."""
+    depth = 300
+    x, weight, scale, token = fp8(M, depth), fp8(2 * N + 80, depth), f32(2, 3), f32(M, 3)
+    wide = scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], :depth]
+    y = (x.double() * token.double().repeat_interleave(128, 1)[:, :depth]) @ (weight.double() * wide).t()
+    arguments = {
+        "x1": x,
+        "x2": weight.t(),
+        "scale": scale.t(),
+        "pertoken_scale": token,
+        "output_dtype": 6,
+        "group_sizes": [1, 128, 128],
+    }
+    return Call("npu_quant_matmul", "a5", arguments, y, torch.float32)
+
+
 def _mx(x: torch.Tensor, weight: torch.Tensor, xs: torch.Tensor, ws: torch.Tensor) -> dict[str, Any]:
     return {
         "x1": x,
@@ -238,11 +255,38 @@ def grouped_weight_only() -> Call:
     return Call("npu_grouped_matmul", "a2", arguments, _grouped(x.double(), dense), torch.bfloat16)
 
 
+def grouped_mxfp4_a16() -> Call:
+    """Has to be made while an emulation is on: the weight is cast to NZ and packed."""
+    x, weight, ws = int4(M, K).to(torch.bfloat16), fp4(E, N, K), e8m0(E, N, 4)
+    numbers = fp4_numbers(weight).float()
+    wide = torch.exp2(ws.double() - 127).repeat_interleave(32, dim=-1)
+    laid_out = torch.ops.npu.npu_format_cast(numbers.transpose(1, 2).contiguous(), 29, customize_dtype=torch.bfloat16)
+    words = torch.ops.npu.npu_convert_weight_to_int4pack(laid_out)
+    arguments = _groups(x=[x], weight=[words], antiquant_scale=[ws.transpose(1, 2).contiguous()])
+    return Call("npu_grouped_matmul", "a5", arguments, _grouped(x.double(), numbers * wide), torch.bfloat16)
+
+
+def grouped_int4_a8() -> Call:
+    """Two groups of 256; few codes and scales of powers of two, so that sums in f16 are exact."""
+    depth = 512
+    x, weight = int8(M, depth), int4(E, N, depth) * (torch.arange(depth) % 64 == 0)
+    scale = torch.exp2(torch.randint(-6, -4, (E, 2, N), generator=generator()).float())
+    token = f32(M)
+    dense = weight.double() * scale.double().repeat_interleave(256, dim=1).transpose(1, 2)
+    arguments = _groups(
+        x=[x], weight=[pack_int4(weight.transpose(1, 2).contiguous())], bias=[8 * dense.sum(2).float()],
+        scale=[scale.view(torch.int32).to(torch.int64)], per_token_scale=[token], output_dtype=15,
+    )  # fmt: skip
+    y = _grouped(x.double(), dense) * token.double().unsqueeze(1)
+    return Call("npu_grouped_matmul", "a2", arguments, y, torch.bfloat16)
+
+
 CALLS: Mapping[str, Callable[[], Call]] = {
     "int8": int8_matmul,
     "int4": int4_matmul,
     "static": static_matmul,
     "fp8": fp8_matmul,
+    "fp8-block": fp8_block_matmul,
     "mxfp8": mxfp8_matmul,
     "mxfp4": mxfp4_matmul,
     "mxfp4-a8": mxfp4_a8_matmul,
@@ -252,5 +296,7 @@ CALLS: Mapping[str, Callable[[], Call]] = {
     "grouped-int8-scaled": grouped_int8_scaled,
     "grouped-mxfp4": grouped_mxfp4,
     "grouped-mxfp4-a8": grouped_mxfp4_a8,
+    "grouped-mxfp4-a16": grouped_mxfp4_a16,
+    "grouped-int4-a8": grouped_int4_a8,
     "grouped-weight-only": grouped_weight_only,
 }

@@ -12,7 +12,8 @@ import torch
 from omniplat.conformance.tolerances import UNITS, gamma
 from omniplat.emulation import VendorError, emulate
 from omniplat.emulation.ascend.layout import FRACTAL_NZ, npu_format
-from tests.emulation.ascend.calls import CALLS, COUNTS, Call, E, K, M, N, e8m0, f32, fp4, fp8, int8
+from omniplat.emulation.ascend.quantize import pack_int4
+from tests.emulation.ascend.calls import CALLS, COUNTS, Call, E, K, M, N, e8m0, f32, fp4, fp8, int4, int8
 
 Change = Callable[[Call], dict[str, Any]]
 
@@ -68,6 +69,17 @@ WRONG: tuple[tuple[str, str, Change, str], ...] = (
     ("static", "scale bf16", lambda c: {"output_dtype": 15, "scale": f32(N).half()}, "scale cannot be"),
     ("fp8", "scale bf16", lambda c: {"scale": f32(N).bfloat16()}, "scale is"),
     ("fp8", "operands of two dtypes", lambda c: {"x2": c.arguments["x2"].to(torch.float8_e5m2)}, "x1 is"),
+    ("fp8-block", "scale as it is stored", lambda c: {"scale": c.arguments["scale"].t()}, "scale is"),
+    ("fp8-block", "scale not transposed", lambda c: {"scale": c.arguments["scale"].contiguous()}, "transposed differ"),
+    ("fp8-block", "weight not transposed", lambda c: {"x2": c.arguments["x2"].contiguous()}, "transposed differently"),
+    ("fp8-block", "scale per row", lambda c: {"scale": f32(176)}, "scale is"),
+    ("fp8-block", "scale bf16", lambda c: {"scale": c.arguments["scale"].bfloat16()}, "scale is"),
+    ("fp8-block", "one scale per token", lambda c: {"pertoken_scale": f32(M)}, "pertoken_scale is"),
+    ("fp8-block", "no token scale", lambda c: {"pertoken_scale": None}, "missing"),
+    ("fp8-block", "a bias", lambda c: {"bias": f32(176)}, "takes no bias"),
+    ("fp8-block", "groups of 64", lambda c: {"group_sizes": [1, 64, 64]}, "group_sizes is"),
+    ("fp8-block", "no groups", lambda c: {"group_sizes": None}, "scale is"),
+    ("fp8-block", "output int32", lambda c: {"output_dtype": 3}, "output cannot be"),
     ("mxfp8", "scale not transposed", lambda c: {"scale": c.arguments["scale"].contiguous()}, "transposed differently"),
     ("mxfp8", "weight not transposed", lambda c: {"x2": c.arguments["x2"].contiguous()}, "transposed differently"),
     ("mxfp8", "scale of [N, K/64, 2]", lambda c: {"scale": c.arguments["scale"].transpose(0, 1)}, "transposed"),
@@ -117,6 +129,23 @@ WRONG: tuple[tuple[str, str, Change, str], ...] = (
     ("grouped-mxfp4", "bias bf16", lambda c: {"bias": [f32(E, N).bfloat16()]}, "bias is not"),
     ("grouped-mxfp4-a8", "scale in place of antiquant", lambda c: _as_scale(c), "antiquant_scale"),
     ("grouped-mxfp4-a8", "output f32", lambda c: {"output_dtype": 6}, "output cannot be"),
+    ("grouped-mxfp4-a16", "no NZ", lambda c: {"weight": [c.arguments["weight"][0].clone()]}, "FRACTAL_NZ"),
+    ("grouped-mxfp4-a16", "an offset", lambda c: {"antiquant_offset": c.arguments["antiquant_scale"]}, "no antiquant"),
+    ("grouped-mxfp4-a16", "scale [E, N, G]", lambda c: {"antiquant_scale": [e8m0(E, N, 4)]}, "antiquant_scale is"),
+    ("grouped-mxfp4-a16", "scale in pairs", lambda c: {"antiquant_scale": [e8m0(E, 2, N, 2)]}, "antiquant_scale is"),
+    ("grouped-mxfp4-a16", "scale a view", lambda c: {"antiquant_scale": [e8m0(E, N, 4).transpose(1, 2)]}, "transposed"),
+    ("grouped-mxfp4-a16", "scale bf16", lambda c: {"antiquant_scale": [f32(E, 4, N).bfloat16()]}, "needed uint8"),
+    ("grouped-mxfp4-a16", "weight transposed", lambda c: _transposed_nz(c), "cannot be transposed"),
+    ("grouped-mxfp4-a16", "output f16", lambda c: {"output_dtype": 5}, "output cannot be"),
+    ("grouped-int4-a8", "no bias", lambda c: {"bias": None}, "needs a bias"),
+    ("grouped-int4-a8", "bias f16", lambda c: {"bias": [f32(E, N).half()]}, "bias is"),
+    ("grouped-int4-a8", "scale f32", lambda c: {"scale": [f32(E, 2, N)]}, "needed int64"),
+    ("grouped-int4-a8", "one scale per column", lambda c: {"scale": [c.arguments["scale"][0][:, 0]]}, "needed int64"),
+    ("grouped-int4-a8", "no scale per token", lambda c: {"per_token_scale": None}, "needs scale"),
+    ("grouped-int4-a8", "token scale bf16", lambda c: {"per_token_scale": [f32(M).bfloat16()]}, "per_token_scale is"),
+    ("grouped-int4-a8", "packed along K", lambda c: _packed_along_k(c), "cannot be transposed"),
+    ("grouped-int4-a8", "K of half a group", lambda c: _half_a_group(c), "multiple of 256"),
+    ("grouped-int4-a8", "output f32", lambda c: {"output_dtype": 6}, "output cannot be"),
     ("grouped-weight-only", "no offset on a2", lambda c: {"antiquant_offset": None}, "offset is missing"),
     ("grouped-weight-only", "scale f32", lambda c: {"antiquant_scale": [f32(E, 4, N)]}, "antiquant_scale is"),
     ("grouped-weight-only", "int8 in groups", lambda c: {"weight": [int8(E, K, N)]}, "one scale per column"),
@@ -126,6 +155,22 @@ WRONG: tuple[tuple[str, str, Change, str], ...] = (
 def _straight(call: Call) -> dict[str, Any]:
     """Packed along N, as a weight that is not transposed would be."""
     return {"x2": fp4(K, N), "scale": call.arguments["scale"].contiguous()}
+
+
+def _transposed_nz(call: Call) -> dict[str, Any]:
+    packed = call.arguments["weight"][0]
+    return {"weight": [torch.ops.npu.npu_format_cast(packed.transpose(1, 2).contiguous(), 29).transpose(1, 2)]}
+
+
+def _packed_along_k(call: Call) -> dict[str, Any]:
+    return {"weight": [pack_int4(torch.zeros((E, N, 512), dtype=torch.int8)).transpose(1, 2)]}
+
+
+def _half_a_group(call: Call) -> dict[str, Any]:
+    return {
+        "x": [call.arguments["x"][0][:, :384].contiguous()],
+        "weight": [call.arguments["weight"][0][:, :384].contiguous()],
+    }
 
 
 def _contiguous(call: Call, name: str) -> dict[str, Any]:
@@ -181,6 +226,42 @@ def test_f16_outputs_without_a_token_scale_lose_bits_of_the_scale() -> None:
         assert not emulation.violations
         assert torch.equal(whole, call.run(scale=torch.full((N,), (1.0 + 2.0**-12) * 2.0**-12)))
         assert [violation.rule for violation in emulation.violations] == ["scale-cut"]
+
+
+def test_int4_by_int8_adds_groups_up_in_f16() -> None:
+    """By the vendor's golden script, in NumPy: halves of inputs, each group rounded to f16, and what is overwritten."""
+    x, weight = int8(M, 512), int4(E, 512, N)
+    scale, token = f32(E, 2, N) * 2.0**-6, f32(M)
+    dense = weight.float() * scale.repeat_interleave(256, dim=1)
+    halves = np.stack([x.numpy() // 16, (x.numpy() & 15) - 8]).astype(np.int32)
+    expert = np.repeat(np.arange(E), COUNTS)
+    tiles = weight.numpy().astype(np.int32).reshape(E, 2, 256, N)[expert]
+    sums = np.zeros((2, M, N), np.float16)
+    for group in range(2):
+        exact = np.einsum("hmk,mkn->hmn", halves[:, :, 256 * group : 256 * group + 256], tiles[:, group])
+        sums = sums + (exact.astype(np.float32) * scale.numpy()[expert, group]).astype(np.float16)
+    both = sums.astype(np.float32)
+    assist = 8 * dense.sum(1)
+    wanted = (both[0] * 16 + both[1] + assist.numpy()[expert]) * token.numpy()[:, None]
+    given = x.clone()
+    with emulate("npu:a3") as emulation:
+        (found,) = torch.ops.npu.npu_grouped_matmul(
+            [given], [pack_int4(weight)], bias=[assist], scale=[scale.view(torch.int32).to(torch.int64)],
+            per_token_scale=[token], group_list=torch.tensor(COUNTS), group_type=0, split_item=2, group_list_type=1,
+            output_dtype=torch.float16,
+        )  # fmt: skip
+    assert not emulation.violations
+    np.testing.assert_array_equal(found.numpy(), wanted.astype(np.float16))
+    assert not torch.equal(given, x), "the operator takes its inputs apart in place"
+
+
+def test_int4_by_int8_is_silently_wrong_without_its_assistant() -> None:
+    with emulate("npu:a2") as emulation:
+        call = CALLS["grouped-int4-a8"]()
+        right = call.arguments["bias"][0]
+        call.run(bias=[torch.zeros_like(right)])
+        CALLS["grouped-int4-a8"]().run(group_list_type=0, group_list=torch.tensor(COUNTS).cumsum(0))
+    assert [violation.rule for violation in emulation.violations] == ["assist-bias", "counts-assumed"]
 
 
 @pytest.mark.parametrize(

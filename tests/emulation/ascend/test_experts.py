@@ -56,6 +56,71 @@ def test_wrong_routing_fails(changes: dict[str, Any], problem: str) -> None:
         torch.ops.npu.npu_moe_init_routing_v2(**arguments)
 
 
+def summed(mode: int, rows: torch.Tensor, where: torch.Tensor, weights: torch.Tensor, arch: str = "a2") -> torch.Tensor:
+    with emulate(f"npu:{arch}"):
+        found: torch.Tensor = torch.ops.npu.npu_moe_finalize_routing(
+            rows, None, None, None, weights, where, None, drop_pad_mode=mode
+        )
+    return found
+
+
+def test_rows_are_added_up_where_they_went() -> None:
+    """In the order of tokens and in that of choices; a row that is not there counts as zeros, whatever it holds."""
+    rows, weights = torch.randn(8, 6), torch.rand(4, 2)
+    where = torch.tensor([[3, 0], [5, 7], [1, 6], [4, 2]], dtype=torch.int32)
+    wanted = (rows[where.long()] * weights.unsqueeze(2)).sum(1)
+    torch.testing.assert_close(summed(2, rows, where.flatten(), weights), wanted)
+    torch.testing.assert_close(summed(0, rows, where.t().flatten(), weights), wanted)
+    missing = where.clone()
+    missing[1, 0] = missing[3, 1] = -1
+    rows[0] = torch.nan
+    kept = torch.where(missing.unsqueeze(2) < 0, 0.0, rows[missing.clamp(min=0).long()])
+    wanted = (kept * weights.unsqueeze(2)).sum(1)
+    for mode, order in ((3, missing), (1, missing.t())):
+        found = summed(mode, rows.view(2, 4, 6), order.flatten(), weights)
+        torch.testing.assert_close(found, wanted, equal_nan=True)
+    assert int(torch.isfinite(wanted).all(1).sum()) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"drop_pad_mode": 4}, "none of 0 to 3"),
+        ({"drop_pad_mode": 2}, "rows are"),
+        ({"expanded_permuted_rows": torch.zeros((8, 6))}, "rows are"),
+        ({"expanded_permuted_rows": torch.zeros((1, 8, 6))}, "1 experts for 2 choices"),
+        ({"expanded_permuted_rows": torch.zeros((2, 4, 6), dtype=torch.int32)}, "cannot be"),
+        ({"scales": torch.zeros((4, 2), dtype=torch.bfloat16)}, "scales is"),
+        ({"scales": torch.zeros(8)}, "scales is"),
+        ({"expanded_src_to_dst_row": torch.zeros(8, dtype=torch.int64)}, "needed int32"),
+        ({"expanded_src_to_dst_row": torch.zeros((4, 2), dtype=torch.int32)}, "needed int32"),
+        ({"expanded_src_to_dst_row": torch.full((8,), 8, dtype=torch.int32)}, "leaves"),
+        ({"expanded_src_to_dst_row": torch.full((8,), -2, dtype=torch.int32)}, "leaves"),
+    ],
+)
+def test_wrong_sums_fail(changes: dict[str, Any], problem: str) -> None:
+    arguments: dict[str, Any] = {
+        "expanded_permuted_rows": torch.zeros((2, 4, 6)),
+        "skip1": None,
+        "skip2": None,
+        "bias": None,
+        "scales": torch.zeros((4, 2)),
+        "expanded_src_to_dst_row": torch.zeros(8, dtype=torch.int32),
+        "export_for_source_row": None,
+        "drop_pad_mode": 3,
+        **changes,
+    }
+    with emulate("npu:a2"), pytest.raises(VendorError, match=problem):
+        torch.ops.npu.npu_moe_finalize_routing(**arguments)
+
+
+@pytest.mark.parametrize("version", ["2.10.0.post4", "2.13.0"])
+def test_a_number_of_choices_is_new(version: str) -> None:
+    with emulate("npu:a2", version=version):
+        schema = str(torch.ops.npu.npu_moe_finalize_routing.default._schema)
+    assert ("int? k=1" in schema) is (version == "2.13.0")
+
+
 def gated(both: torch.Tensor) -> torch.Tensor:
     gate, up = both.chunk(2, dim=1)
     return F.silu(gate) * up

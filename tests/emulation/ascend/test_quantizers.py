@@ -8,12 +8,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
 from omniplat import oracle
-from omniplat.emulation import Emulation, emulate
+from omniplat.emulation import Emulation, VendorError, emulate
 from omniplat.emulation.ascend.quantize import unpack_int4
 from omniplat.scheme import TensorQuant, parse_activation_id
 
@@ -196,6 +197,50 @@ def test_row_scales_follow_the_generation(arch: str, dst_type: str) -> None:
     found = codes if dst_type == "int8" else unpack_int4(codes)
     np.testing.assert_array_equal(scale.numpy(), wanted[:, 0])
     np.testing.assert_array_equal(found.numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_blocks_follow_the_golden_script(dtype: torch.dtype) -> None:
+    """amax / 448 in f32 of 128 columns, the last block of 72; what is not finite is no maximum; zeros give zeros."""
+    x = edgy(9, 200).to(dtype)
+    x[0] = 0.0
+    x[1, 0], x[1, 1] = torch.inf, torch.nan
+    with emulate("npu:a5"):
+        codes, scale = torch.ops.npu.npu_dynamic_block_quant(x, dst_type=292, row_block_size=1, col_block_size=128)
+    values = x.float().numpy()
+    finite = np.where(np.isfinite(values), np.abs(values), np.float32(0))
+    wanted = np.stack([finite[:, :128].max(1), finite[:, 128:].max(1)], axis=1) / np.float32(448)
+    np.testing.assert_array_equal(scale.numpy(), wanted)
+    with np.errstate(invalid="ignore"):
+        scaled = np.nan_to_num(np.clip(values / wanted.repeat(128, axis=1)[:, :200], -448, 448), nan=0.0)
+    assert as_bytes(codes) == scaled.astype(ml_dtypes.float8_e4m3fn).tobytes()
+
+
+def test_blocks_are_the_oracles() -> None:
+    quant = parse_activation_id("fp8-g128")
+    assert quant is not None
+    x = edgy(9, 256)
+    with emulate("npu:a5"):
+        codes, scale = torch.ops.npu.npu_dynamic_block_quant(x, dst_type=torch.float8_e4m3fn)
+    found = codes.double().numpy() * scale.double().numpy().repeat(128, axis=1)
+    np.testing.assert_array_equal(found, oracle.quantize_activation(x.float().numpy(), quant))
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "problem"),
+    [
+        ("a3", {}, "for a5"),
+        ("a5", {"dst_type": 296}, "not possible"),
+        ("a5", {"round_mode": "floor"}, "not rint"),
+        ("a5", {"min_scale": -1.0}, "min_scale"),
+        ("a5", {"x": torch.zeros(128, dtype=torch.bfloat16)}, "1-dimensional"),
+        ("a5", {"x": torch.zeros((2, 128))}, "x cannot be"),
+    ],
+)
+def test_wrong_block_calls_fail(arch: str, changes: dict[str, Any], problem: str) -> None:
+    arguments = {"x": torch.zeros((2, 128), dtype=torch.bfloat16), "dst_type": 292, **changes}
+    with emulate(f"npu:{arch}"), pytest.raises(VendorError, match=problem):
+        torch.ops.npu.npu_dynamic_block_quant(**arguments)
 
 
 def test_rows_of_zeros_have_no_scale() -> None:

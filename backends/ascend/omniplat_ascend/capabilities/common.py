@@ -6,6 +6,7 @@ from omniplat.capability import ShapeRule
 
 TORCH_NPU = "torch-npu>=2.6"
 OP_PLUGIN = "https://github.com/Ascend/op-plugin"
+OPS_NN = "https://github.com/hicann/ops-nn"
 VLLM_ASCEND = "https://github.com/vllm-project/vllm-ascend"
 TORCH = "torch>=2.6"
 
@@ -30,6 +31,8 @@ PACKED_MOE = (
     ShapeRule("out", multiple_of=8, maximum=AXIS),
     ShapeRule("intermediate", multiple_of=8, maximum=AXIS),
 )
+#: K of both products comes in groups of 256, up to 18432.
+W4A8_MOE = tuple(ShapeRule(dim, multiple_of=256, maximum=18432) for dim in ("in", "out", "intermediate"))
 MX_AXES = (ShapeRule("in", multiple_of=64, maximum=AXIS), ShapeRule("out", maximum=AXIS))
 MX_MOE = (
     ShapeRule("in", multiple_of=64, maximum=AXIS),

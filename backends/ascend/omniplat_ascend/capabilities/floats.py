@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omniplat.capability import Capability
+from omniplat.capability import Capability, multiples
 from omniplat_ascend.capabilities.common import (
     A5,
     HALF,
@@ -46,6 +46,7 @@ CAPABILITIES = (
         shapes=LINEAR_AXES,
         requires=(TORCH_NPU,),
         priority=40,
+        impl=f"{LINEAR}:Fp8BlockLinear",
     ),
     Capability(
         "grouped_matmul_fp8",
@@ -179,8 +180,9 @@ CAPABILITIES = (
         executes="a16",
         archs=A5,
         dtypes=("bf16",),
-        shapes=MX_MOE,
+        shapes=(*MOE_AXES, *multiples(32, "in", "out", "intermediate")),
         requires=(TORCH_NPU,),
         priority=20,
+        impl=f"{MOE}:Mxfp4A16Experts",
     ),
 )

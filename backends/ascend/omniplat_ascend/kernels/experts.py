@@ -17,11 +17,14 @@ from omniplat.portable.quantize import quantize_rows
 from omniplat.runtime.activate import activate
 from omniplat.runtime.routing import local_ids
 from omniplat.scheme import TensorQuant
-from omniplat_ascend.kernels.numbers import FLOAT4_E2M1, FLOAT8_E4M3, FLOAT8_E8M0
+from omniplat_ascend.kernels.layouts import INT4_DAMPING, fp4_words_in_nz
+from omniplat_ascend.kernels.numbers import FLOAT4_E2M1, FLOAT8_E4M3, FLOAT8_E8M0, PLAIN_FORMATS
 from omniplat_ascend.kernels.products import Tensors
 
 _INT8_TOKEN = TensorQuant("int8", "token", dynamic=True)
 _FP8_TOKEN = TensorQuant("fp8_e4m3", "token", dynamic=True)
+#: npu_moe_finalize_routing of experts of fixed capacity, choices in the order of tokens.
+_PADDED_BY_TOKEN = 3
 #: The smallest positive number of f16.
 _LEAST_F16 = 2.0**-24
 #: Rows and their scales; None where rows are not quantized.
@@ -69,9 +72,7 @@ def experts(
         gate, up = both.chunk(2, dim=1)
         hidden = product.quantize(activate(gate, up, activation, limit, alpha), rounding, x.dtype)
     out = _with_bias(product.multiply(hidden, w2, groups, x.dtype).to(torch.float32), w2, groups)
-    # Rows that no expert here has were never written.
-    found = torch.where(position.unsqueeze(2) >= 0, out[position.clamp(min=0).to(torch.int64)], 0.0)
-    return (found * topk_weights.to(torch.float32).unsqueeze(2)).sum(1)
+    return _added_up(out, topk_weights, position)
 
 
 def _of(tensors: Tensors, prefix: str) -> dict[str, torch.Tensor]:
@@ -81,7 +82,7 @@ def _of(tensors: Tensors, prefix: str) -> dict[str, torch.Tensor]:
 def _sorted(
     x: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, Groups]:
-    """Rows by expert [M * T, K], where each of [M, T] went (-1: nowhere), and the groups.
+    """Rows by expert [M * T, K], where each choice went (int32 [M * T], -1: nowhere), and the groups.
 
     Operators want groups to cover all rows: those of no expert are counted to the last one, and never looked at.
     """
@@ -100,7 +101,27 @@ def _sorted(
     counts = torch.cat((counts[:-1], (total - counts[:-1].sum()).reshape(1)))
     index = torch.arange(experts, device=x.device)
     owner = torch.repeat_interleave(index, counts, output_size=total)
-    return rows, position.view(topk_ids.shape), Groups(counts, owner)
+    return rows, position, Groups(counts, owner)
+
+
+def _added_up(rows: torch.Tensor, topk_weights: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """float32 [M, K]: every token's rows times their weights.
+
+    Only the operator's modes for experts of fixed capacity know rows that are nowhere, and they ask for rows in three
+    axes and for no fewer experts than choices: T experts of M rows are as many rows as there are.
+    """
+    tokens, choices = topk_weights.shape
+    found: torch.Tensor = torch.ops.npu.npu_moe_finalize_routing(
+        rows.view(choices, tokens, -1),
+        None,
+        None,
+        None,
+        topk_weights.to(torch.float32).contiguous(),
+        position,
+        None,
+        drop_pad_mode=_PADDED_BY_TOKEN,
+    )
+    return found
 
 
 def _with_bias(y: torch.Tensor, weight: Tensors, groups: Groups) -> torch.Tensor:
@@ -113,6 +134,7 @@ def _grouped(
     groups: Groups,
     output: torch.dtype | None,
     *,
+    bias: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     token_scale: torch.Tensor | None = None,
     antiquant_scale: torch.Tensor | None = None,
@@ -128,6 +150,7 @@ def _grouped(
     (y,) = torch.ops.npu.npu_grouped_matmul(
         [rows],
         [weight],
+        bias=_listed(bias),
         scale=_listed(scale),
         antiquant_scale=_listed(antiquant_scale),
         antiquant_offset=_listed(antiquant_offset),
@@ -181,6 +204,27 @@ def _int8_gated(rows: Rows, weight: Tensors, groups: Groups) -> Rows:
         group_list_type=1,
     )
     return hidden, hidden_scale
+
+
+def _int4_multiply(rows: Rows, weight: Tensors, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
+    """int4 by int8 in the vendor's own mode, which adds groups up in f16 and writes over the codes that it is given.
+
+    `codes` int32 [E, K, N/8], `scale` int64 [E, K/256, N], `assist` f32 [E, N], as `layouts.int4_by_int8` gives them
+    beside a `factor` f32 [E, N]. Both it and the scale per token stay outside, so that f16 holds every sum.
+    """
+    codes, scale = rows
+    assert scale is not None
+    damped = torch.full_like(scale, INT4_DAMPING)
+    y = _grouped(
+        codes,
+        weight["codes"],
+        groups,
+        torch.float16,
+        bias=weight["assist"],
+        scale=weight["scale"],
+        token_scale=damped,
+    )
+    return y.to(torch.float32) * weight["factor"][groups.expert] * scale.unsqueeze(1)
 
 
 # --- fp8 -----------------------------------------------------------------------------------------------------------
@@ -283,8 +327,18 @@ def _weight_only_multiply(rows: Rows, weight: Tensors, groups: Groups, dtype: to
     return found if rows[1] is None else found * rows[1].unsqueeze(1)
 
 
+def _mxfp4_a16_multiply(rows: Rows, weight: Tensors, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
+    """`codes` int32 [E, K, N/8] in the NZ format, `scale` uint8 [E, K/32, N]. Codes that have lost the format, on the
+    way through another device or a state dict, are cast anew in every call."""
+    codes = weight["codes"]
+    if torch.ops.npu.get_npu_format(codes) in PLAIN_FORMATS:
+        codes = fp4_words_in_nz(codes)
+    return _grouped(rows[0], codes.view(torch.float32), groups, None, antiquant_scale=weight["scale"])
+
+
 EXPERTS: Mapping[str, ExpertProduct] = {
     "int8": ExpertProduct(_int8_quantize, _int8_multiply, _int8_gated),
+    "int4_a8": ExpertProduct(_int8_quantize, _int4_multiply),
     "fp8": ExpertProduct(_fp8_quantize, _fp8_multiply),
     "mxfp8": ExpertProduct(
         _mxfp8_quantize,
@@ -297,5 +351,6 @@ EXPERTS: Mapping[str, ExpertProduct] = {
         lambda rows, weight, groups: _mx_gated(rows, weight, groups, True),
     ),
     "mxfp4_a8": ExpertProduct(_mxfp8_quantize, _mxfp4_a8_multiply),
+    "mxfp4_a16": ExpertProduct(_plain, _mxfp4_a16_multiply),
     "weight_only": ExpertProduct(_plain, _weight_only_multiply),
 }

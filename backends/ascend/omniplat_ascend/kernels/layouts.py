@@ -121,3 +121,63 @@ def packed_along_rows(words: torch.Tensor) -> torch.Tensor:
         signed = torch.where(nibbles >= 8, nibbles - 16, nibbles).flatten(-2)
         packed.append(torch.ops.npu.npu_convert_weight_to_int4pack(signed.t().contiguous()))
     return torch.stack(packed)
+
+
+#: Rows of K that share a scale in the vendor's product of int4 by int8.
+INT4_GROUP = 256
+#: What sums of int4 by int8 are multiplied by inside the operator, beside scales below 2^-5: at K of 18432, the longest
+#: that it takes, neither half of a sum (8 * 8 * K * 2^-5) nor all of it (127 * 8 * K * 2^-5 * 2^-7) leaves f16.
+INT4_DAMPING = 2.0**-7
+_INT4_SCALE_EXPONENT = -5
+
+
+def int4_by_int8(weight: WeightTensors) -> dict[str, torch.Tensor]:
+    """`codes` int32 [E, K, N/8], `scale` int64 [E, K/256, N], `assist` f32 [E, N] and `factor` f32 [E, N].
+
+    Scales of rows and groups alike are given per 256 columns, their f32 bits in an int64, divided by a power of two
+    per row that `factor` gives back together with `INT4_DAMPING`. `assist` is 8 * sum(codes * scale): the operator
+    takes 8 from the lower half of every input.
+    """
+    scale = weight.tensors["scale"].to(torch.float32)
+    scale = scale.expand(*scale.shape[:-1], weight.in_features // INT4_GROUP)
+    largest = scale.amax(-1, keepdim=True)
+    exponent = torch.where(largest > 0, torch.frexp(largest)[1] - _INT4_SCALE_EXPONENT, 0)
+    scale = torch.ldexp(scale, -exponent)
+    assist = torch.empty(scale.shape[:-1], dtype=torch.float32, device=scale.device)
+    for expert, codes in enumerate(weight.tensors["codes"]):
+        low, high = (codes.view(torch.uint8) << 4).view(torch.int8) >> 4, codes.view(torch.int8) >> 4
+        sums = (low.to(torch.int32) + high).view(*codes.shape[:-1], -1, INT4_GROUP // 2).sum(-1)
+        assist[expert] = 8 * (sums * scale[expert]).sum(-1)
+    return {
+        "codes": packed_along_rows(nibble_words(weight)),
+        "scale": scale.transpose(1, 2).contiguous().view(torch.int32).to(torch.int64),
+        "assist": assist,
+        "factor": torch.ldexp(torch.ones_like(assist), exponent.squeeze(-1)) / INT4_DAMPING,
+    }
+
+
+#: Values of e2m1 codes, the sign in the highest bit.
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def fp4_words_in_nz(words: torch.Tensor) -> torch.Tensor:
+    """int32 words of eight fp4 codes [E, K, N/8] in the NZ format.
+
+    The operator that packs takes numbers in float32, and gives float32 whose bits these words are.
+    """
+    shifts = 4 * torch.arange(8, dtype=torch.int32, device=words.device)
+    codes = ((words.unsqueeze(-1) >> shifts) & 0xF).flatten(-2)
+    numbers = torch.tensor(_FP4, device=words.device)[codes.to(torch.int64)]
+    laid_out = torch.ops.npu.npu_format_cast(numbers, FRACTAL_NZ, customize_dtype=torch.bfloat16)
+    packed: torch.Tensor = torch.ops.npu.npu_convert_weight_to_int4pack(laid_out)
+    return packed.view(torch.int32)
+
+
+def fp4_by_sixteen_bits(weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
+    """`codes` int32 [E, K, N/8] of fp4 in the NZ format, `scale` uint8 [E, K/32, N]; raises InvalidCheckpointError for
+    NaN among scales."""
+    scale = e8m0_scale(weight.tensors["scale"], spec.name)
+    return {
+        "codes": fp4_words_in_nz(packed_along_rows(nibble_words(weight))),
+        "scale": scale.transpose(1, 2).contiguous(),
+    }

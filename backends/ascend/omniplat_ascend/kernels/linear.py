@@ -138,6 +138,17 @@ class Fp8Linear(AscendLinear):
         return {"codes": layouts.fp8_bytes(weight, spec), "scale": layouts.row_scale(weight)}
 
 
+class Fp8BlockLinear(AscendLinear):
+    """fp8 weights with a scale per tile of 128 x 128, fp8 activations with one per token and 128 columns."""
+
+    name: ClassVar[str] = "quant_matmul_fp8_block"
+    product: ClassVar[str] = "fp8_block"
+
+    def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
+        scale = weight.tensors["scale"].to(torch.float32).contiguous()
+        return {"codes": layouts.fp8_bytes(weight, spec), "scale": scale}
+
+
 class Mxfp8Linear(AscendLinear):
     """MXFP8 weights and activations."""
 

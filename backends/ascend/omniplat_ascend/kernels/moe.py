@@ -93,6 +93,16 @@ class Int4A8Experts(Int8Experts):
         return {"codes": layouts.int4_as_integers(weight), "scale": layouts.row_scale(weight)}
 
 
+class Int4ByInt8Experts(AscendExperts):
+    """int4 weights with scales per row or 256 columns, int8 activations with one per token, at the stored size."""
+
+    name: ClassVar[str] = "grouped_matmul_w4a8"
+    product: ClassVar[str] = "int4_a8"
+
+    def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
+        return layouts.int4_by_int8(weight)
+
+
 class Fp8Experts(AscendExperts):
     """fp8 weights with one scale per row, fp8 activations with one per token."""
 
@@ -128,6 +138,16 @@ class Mxfp4A8Experts(Mxfp4Experts):
 
     name: ClassVar[str] = "grouped_matmul_mxfp4_a8"
     product: ClassVar[str] = "mxfp4_a8"
+
+
+class Mxfp4A16Experts(AscendExperts):
+    """MXFP4 weights, activations of 16 bits."""
+
+    name: ClassVar[str] = "grouped_matmul_mxfp4_a16"
+    product: ClassVar[str] = "mxfp4_a16"
+
+    def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
+        return layouts.fp4_by_sixteen_bits(weight, spec)
 
 
 class WeightOnlyExperts(AscendExperts):

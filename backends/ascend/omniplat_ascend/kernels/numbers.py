@@ -10,3 +10,5 @@ QINT8 = 12
 QUINT4X2 = 16
 #: The storage format that some products want their weight in.
 FRACTAL_NZ = 29
+#: Formats of tensors that lie as torch lays them out: NCHW, ND, NCL.
+PLAIN_FORMATS = (0, 2, 47)

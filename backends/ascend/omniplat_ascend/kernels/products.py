@@ -16,6 +16,7 @@ from omniplat_ascend.kernels.numbers import FLOAT4_E2M1, FLOAT8_E4M3, FLOAT8_E8M
 Tensors = Mapping[str, torch.Tensor]
 Product = Callable[[torch.Tensor, Tensors, torch.Tensor | None, str, torch.dtype], torch.Tensor]
 
+_FP8_BLOCK = 128
 _MX_GROUPS = (1, 1, 32)
 _MX_WEIGHT_ONLY_GROUPS = (0, 0, 32)
 #: How the device calls a rounding.
@@ -98,6 +99,28 @@ def fp8_dynamic(
         tensors["scale"],
         pertoken_scale=token_scale,
         output_dtype=out_dtype if bias is None else torch.float32,
+    )
+    return y if bias is None else (y + bias).to(out_dtype)
+
+
+def fp8_block(
+    x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None, rounding: str, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """fp8 by fp8 under scales of 1 x 128 inputs and of tiles of 128 x 128 weights.
+
+    `codes` uint8 (e4m3) [N, K], `scale` f32 [ceil(N/128), ceil(K/128)]. The operator takes no bias: it is added to a
+    float32 output.
+    """
+    codes, token_scale = torch.ops.npu.npu_dynamic_block_quant(
+        _smoothed(x, tensors).to(x.dtype), dst_type=FLOAT8_E4M3, row_block_size=1, col_block_size=_FP8_BLOCK
+    )
+    y: torch.Tensor = torch.ops.npu.npu_quant_matmul(
+        codes,
+        tensors["codes"].view(torch.float8_e4m3fn).t(),
+        tensors["scale"].t(),
+        pertoken_scale=token_scale,
+        output_dtype=out_dtype if bias is None else torch.float32,
+        group_sizes=(1, _FP8_BLOCK, _FP8_BLOCK),
     )
     return y if bias is None else (y + bias).to(out_dtype)
 
@@ -217,6 +240,7 @@ PRODUCTS: Mapping[str, Product] = {
     "int8_static": int8_static,
     "int4_dynamic": int4_dynamic,
     "fp8_dynamic": fp8_dynamic,
+    "fp8_block": fp8_block,
     "mxfp8": mxfp8,
     "mxfp4": mxfp4,
     "mxfp4_a8": mxfp4_a8,
