@@ -17,7 +17,10 @@ Builder = Callable[..., QuantizationConfig]
 #: Methods that are applied to weights in 16 bit, or confirm what is stored.
 _ONLINE = ("int8", "fp8", "mxfp8", "mxfp4", "mxfp4_dualscale", "nvfp4", "int4", "bitsandbytes")
 #: Dialects of quantized checkpoints, by what their metadata calls them, and omniplat's own name for any of them.
-_STORED = (METHOD, "compressed_tensors", "modelopt", "gptq", "awq", "quark", "hqq", "quanto", "torchao", "svdquant")
+_STORED = (
+    *(METHOD, "compressed_tensors", "modelopt", "gptq", "awq", "quark", "hqq", "quanto", "torchao", "svdquant"),
+    *("ascend", "msmodelslim"),
+)
 #: Names of one method for vllm-omni.
 _ALIASES = ("inc", "auto_round")
 

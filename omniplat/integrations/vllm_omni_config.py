@@ -8,6 +8,7 @@ is applied to those in 16 bit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from torch.nn import Module
@@ -24,12 +25,15 @@ from omniplat.integrations.vllm import method_for
 from omniplat.integrations.vllm_config import OmniplatConfig
 from omniplat.integrations.vllm_names import EngineLayers
 from omniplat.integrations.vllm_plan import plan_for_engine
-from omniplat.integrations.vllm_probe import gap
+from omniplat.integrations.vllm_probe import ModelSurface, gap
 from omniplat.online import METHODS, parse_method
 from omniplat.planner import Planned, PlannedLayer
 from omniplat.runtime.kernel import Workspaces
 
 logger = init_logger(LOGGER)
+
+#: What engines call a dialect that has another name here.
+_DIALECTS = {"ascend": "msmodelslim"}
 
 
 class OmniplatDiffusionConfig(OmniplatConfig):
@@ -78,7 +82,7 @@ class OmniplatDiffusionConfig(OmniplatConfig):
         if quantized & set(chosen):
             require_runnable(planned.plan)
             if self._method not in (METHOD, "inc", "auto_round", "modelopt"):
-                require_method(planned.plan, self._method)
+                require_method(planned.plan, _DIALECTS.get(self._method, self._method))
         elif self._method not in METHODS:
             raise UsageError(
                 f"{model_name} is not quantized and {self._method} quantizes nothing; known: {', '.join(METHODS)}"
@@ -91,6 +95,7 @@ class OmniplatDiffusionConfig(OmniplatConfig):
                 method = parse_method({"method": self._method, **self._options})
                 self._online[name] = choose_online(method, layers)
         if self._mode != ALL:
+            self._update_native(model_name)
             self._leave_to_native()
 
     def get_quant_method(self, layer: Module, prefix: str) -> QuantizeMethodBase | None:
@@ -176,6 +181,15 @@ class OmniplatDiffusionConfig(OmniplatConfig):
 
     # -- the engine's own path ----------------------------------------------------------------------------------
 
+    def _update_native(self, model_name: str) -> None:
+        """The engine's own config reads the checkpoint too: vllm-ascend's finds its metadata beside the weights."""
+        if self._native is None:
+            return
+        try:
+            self._native.maybe_update_config(model_name)
+        except Exception as error:  # whatever it is, it is how the engine fails for this checkpoint
+            self._native, self._native_problem = None, f"{type(error).__name__}: {error}"
+
     def _leave_to_native(self) -> None:
         """Keep what vllm-omni does not run by itself, linear layers and experts apart."""
         linear, experts = self._gap("linear"), self._gap("moe")
@@ -196,7 +210,8 @@ class OmniplatDiffusionConfig(OmniplatConfig):
                 continue
             if self._native is None:
                 return self._native_problem or "it has no such method"
-            if problem := gap(asked, layers.family, self._native):
+            surface = ModelSurface(SimpleNamespace(**{"model_type": "", **layers.component.config}))
+            if problem := gap(asked, layers.family, self._native, surface):
                 return problem
         return ""
 

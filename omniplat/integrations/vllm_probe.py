@@ -60,7 +60,8 @@ def gap(
     other way round, is a gap too, and so is what it is known to do wrong. Raises UsageError where vLLM's layers cannot
     be built in this process.
     """
-    parts_of = family.parts_of
+    kind = engine_device()
+    parts_of = family.parts_on(kind)
     native.packed_modules_mapping = {name: list(parts) for name, parts in parts_of.items() if len(parts) > 1}
     kinds: dict[tuple[str, ...], PlannedLayer] = {}
     for item in layers:
@@ -76,7 +77,7 @@ def gap(
             if is_plain != item.packed.spec.scheme.is_unquantized:
                 made = "leaves unquantized" if is_plain else "takes for quantized"
                 return f"{item.layer.name}: vLLM {made} what is {item.packed.spec.scheme.id}"
-    return defect_of(kinds.values(), engine_device(), vllm.__version__)
+    return defect_of(kinds.values(), kind, vllm.__version__)
 
 
 def _is_vocabulary(item: PlannedLayer) -> bool:
