@@ -10,6 +10,8 @@ from typing import Any
 from omniplat.emulation.core import Emulation, Implementation
 from omniplat.emulation.schemas import OpSchema
 
+_NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
 
 def stand_in(schema: OpSchema, implementation: Implementation, emulation: Emulation) -> Callable[..., Any]:
     """A function with the signature of `schema`: TypeError for a call that does not fit it, VendorError for an argument
@@ -29,13 +31,16 @@ def stand_in(schema: OpSchema, implementation: Implementation, emulation: Emulat
 
 
 def signature_of(schema: OpSchema) -> inspect.Signature:
-    """Names and defaults of a function's parameters, all of them by position or name; a default is the text that stands
-    for it."""
+    """Names, kinds and defaults of a function's parameters; a default is the text that stands for it."""
     (node,) = ast.parse(f"def {schema.text}: ...").body
     assert isinstance(node, ast.FunctionDef)
     names = [argument.arg for argument in node.args.args]
     defaults = [ast.unparse(default) for default in node.args.defaults]
     absent = [inspect.Parameter.empty] * (len(names) - len(defaults))
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = zip(names, [*absent, *defaults], strict=True)
-    return inspect.Signature([inspect.Parameter(name, kind, default=default) for name, default in parameters])
+    named = zip(names, [*absent, *defaults], strict=True)
+    parameters = [inspect.Parameter(name, _NAMED, default=default) for name, default in named]
+    if node.args.vararg is not None:
+        parameters.append(inspect.Parameter(node.args.vararg.arg, inspect.Parameter.VAR_POSITIONAL))
+    if node.args.kwarg is not None:
+        parameters.append(inspect.Parameter(node.args.kwarg.arg, inspect.Parameter.VAR_KEYWORD))
+    return inspect.Signature(parameters)

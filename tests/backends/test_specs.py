@@ -99,6 +99,16 @@ def test_a_capability_is_well_formed(kind: str, capability: Capability) -> None:
             parse_activation_id(text)
 
 
+@pytest.mark.parametrize(("kind", "capability"), [item for item in CAPABILITIES if item[1].maturity == "archived"])
+def test_what_is_archived_comes_last_everywhere(kind: str, capability: Capability) -> None:
+    """It is declared for completeness, and takes no layer from a kernel."""
+    assert capability.priority < min(item.priority for item in SPECS[kind].capabilities if item.impl)
+    (activation,) = capability.activations
+    for arch, weight, dtype in product(capability.archs or ARCHITECTURES[kind], capability.weights, capability.dtypes):
+        kernel, _ = runs(f"{kind}:{arch}", layer(f"{weight}/{activation}", capability.op, dtype=dtype))
+        assert kernel not in ("", capability.name)
+
+
 @each
 def test_every_pattern_of_weights_means_a_scheme(kind: str, capability: Capability) -> None:
     known = [

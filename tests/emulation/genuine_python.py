@@ -1,11 +1,11 @@
-"""Compare the signatures that an emulation gives to a vendor's Python functions with those of the vendor's own package.
+"""Compare the signatures that emulations give to a vendor's Python functions with those of the vendor's own package.
 
-    python -m tests.emulation.genuine_python [FOLDER VERSION]
+    python -m tests.emulation.genuine_python LIBRARY [FOLDER VERSION]
 
-downloads the wheel of amd-aiter that the backend asks for (or takes a folder with its source, say a checkout, and the
-version that it is), reads it without importing anything, and prints every difference; exit code 1 where there is one.
-The newest release is taken, so that one in which something changed is noticed when it comes. Where the index has none
-that the backend takes, the newest there is gets compared, and that is said: the emulation knows its signatures too.
+downloads the wheel of LIBRARY (amd-aiter, auto-round-lib) that the backend asks for, or takes a folder with its source,
+say a checkout, and the version that it is. It is read without importing anything; every difference is printed, and the
+exit code is 1 where there is one. The newest release is taken, so that one in which something changed is noticed when
+it comes. Where the index has none that the backend takes, the newest there is gets compared, and that is said.
 """
 
 from __future__ import annotations
@@ -14,45 +14,71 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from dataclasses import dataclass
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
 
-from omniplat_rocm.spec import SPEC
 from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 
 from omniplat.emulation import emulate
 from omniplat.emulation.core import vendor_of
-from omniplat.emulation.schemas import of_version
+from omniplat.emulation.schemas import OpSchema, of_version
+from omniplat.registry import BACKENDS, default_registry
 from tests.emulation.sources import Sources, enum_members
 
-DEVICE = "rocm:gfx950"
-KIND = DEVICE.partition(":")[0]
-#: Where the wheel and a checkout have the header that the package reads its enums from.
-HEADERS = ("aiter_meta/csrc/include/aiter_enum.h", "csrc/include/aiter_enum.h")
+
+@dataclass(frozen=True)
+class Package:
+    """`device` is one that is emulated with it. `headers` are where a wheel or a checkout has the C++ header that its
+    `enums` are read from; `variables` is a module of constants."""
+
+    device: str
+    headers: tuple[str, ...] = ()
+    enums: tuple[str, ...] = ()
+    variables: str = ""
+
+    @property
+    def functions(self) -> tuple[OpSchema, ...]:
+        return vendor_of(self.kind).functions
+
+    @property
+    def kind(self) -> str:
+        return self.device.partition(":")[0]
+
+
+PACKAGES = {
+    "amd-aiter": Package(
+        "rocm:gfx950",
+        headers=("aiter_meta/csrc/include/aiter_enum.h", "csrc/include/aiter_enum.h"),
+        enums=("QuantType", "ActivationType"),
+        variables="aiter.utility.dtypes",
+    ),
+    "auto-round-lib": Package("xpu:bmg"),
+}
 #: pip's words where it could ask the index, and nothing fits.
 NOTHING_FITS = "No matching distribution found"
 
 
-def differences(folder: Path, version: str) -> list[str]:
+def differences(package: Package, folder: Path, version: str) -> list[str]:
     """One text for everything that the emulation has otherwise than the source in `folder`, or that is not there."""
     sources, found = Sources(folder), []
-    for schema in of_version(vendor_of(KIND).functions, version):
+    for schema in of_version(package.functions, version):
         genuine = sources.signature(schema.namespace, schema.name)
         if schema.text != genuine:
             found.append(f"{schema.namespace}: emulated as\n  {schema.text}\nand defined as\n  {genuine or 'nothing'}")
-    header = next((folder / name for name in HEADERS if (folder / name).is_file()), None)
+    header = next((folder / name for name in package.headers if (folder / name).is_file()), None)
     text = header.read_text() if header else ""
-    with emulate(DEVICE):
-        import aiter
-
-        for enum in (aiter.QuantType, aiter.ActivationType):
-            own, genuine_members = members(enum), enum_members(text, enum.__name__)
-            if not own.items() <= genuine_members.items():
-                found.append(f"{enum.__name__}: emulated as {own}, defined as {genuine_members or 'nothing'}")
-        dtypes = [name for name in vars(aiter.dtypes) if not name.startswith("__")]
-    absent = [name for name in dtypes if not sources.assigns("aiter.utility.dtypes", name)]
-    return found + [f"aiter.dtypes.{name} is not there" for name in absent]
+    with emulate(package.device):
+        for name in package.enums:
+            own = members(getattr(import_module("aiter"), name))
+            defined = enum_members(text, name)
+            if not own.items() <= defined.items():
+                found.append(f"{name}: emulated as {own}, defined as {defined or 'nothing'}")
+        names = vars(import_module(package.variables)) if package.variables else ()
+        absent = [name for name in names if not name.startswith("__") and not sources.assigns(package.variables, name)]
+    return found + [f"{package.variables}.{name} is not there" for name in absent]
 
 
 def members(enum: type[Enum]) -> dict[str, int]:
@@ -71,34 +97,34 @@ def download(requirement: str, folder: Path) -> Path | None:
     return next(folder.glob("*.whl"))
 
 
-def unpacked(folder: Path) -> tuple[Path, str]:
+def unpacked(library: str, package: Package, folder: Path) -> tuple[Path, str]:
     """The source of a downloaded wheel, and its version."""
-    name = vendor_of(KIND).library
-    (wanted,) = (text for text in SPEC.distributions if Requirement(text).name == name)
+    backend = default_registry().load(BACKENDS, package.kind)
+    (wanted,) = (text for text in backend.distributions if Requirement(text).name == library)
     wheel = download(wanted, folder)
     if wheel is None:
-        wheel = download(name, folder)
+        wheel = download(library, folder)
         if wheel is None:
-            raise SystemExit(f"the index has no {name} at all")
+            raise SystemExit(f"the index has no {library} at all")
         print(f"the index has no {wanted}: compared is the newest that it has")
     with zipfile.ZipFile(wheel) as archive:
-        held = [item for item in archive.namelist() if item.endswith(".py") or item in HEADERS]
+        held = [item for item in archive.namelist() if item.endswith(".py") or item in package.headers]
         archive.extractall(folder / "source", held)
     return folder / "source", str(parse_wheel_filename(wheel.name)[1])
 
 
-def main(source: str = "", version: str = "") -> int:
+def main(library: str, source: str = "", version: str = "") -> int:
+    package = PACKAGES[library]
     with tempfile.TemporaryDirectory() as folder:
-        path, read = (Path(source), version) if source else unpacked(Path(folder))
-        found = differences(path, read)
+        path, read = (Path(source), version) if source else unpacked(library, package, Path(folder))
+        found = differences(package, path, read)
     print("\n".join(found), end="\n" if found else "")
-    vendor = vendor_of(KIND)
-    count = len(of_version(vendor.functions, read))
-    print(f"{vendor.library} {read}: {count} functions, {len(found)} differences")
+    count = len(of_version(package.functions, read))
+    print(f"{library} {read}: {count} functions, {len(found)} differences")
     return 1 if found or not count else 0
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (1, 3):
+    if len(sys.argv) not in (2, 4) or sys.argv[1] not in PACKAGES:
         sys.exit(__doc__)
     sys.exit(main(*sys.argv[1:]))

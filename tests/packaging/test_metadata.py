@@ -110,9 +110,11 @@ def test_spec_asks_for_what_its_extra_brings(name: str) -> None:
     spec = default_registry().load(BACKENDS, name)
     extra = {Requirement(text).name: text for text in PROJECT["optional-dependencies"][name]}
     needed = {Requirement(text).name: text for text in spec.distributions}
-    by_other_means = {"rocm": {"amd-aiter", "flydsl", "triton"}, "xpu": {"triton"}, "ascend": {"torch"}}.get(
-        name, set()
-    )
+    by_other_means = {
+        "rocm": {"amd-aiter", "flydsl", "triton"},
+        "xpu": {"auto-round-lib", "intel-extension-for-pytorch", "triton"},
+        "ascend": {"torch"},
+    }.get(name, set())
     assert set(needed) - by_other_means == set(extra)
     assert all(needed[distribution] == text for distribution, text in extra.items())
     assert spec.install == f'pip install "omniplat[{name}]"'

@@ -14,6 +14,10 @@ _TORCH = "torch>=2.6"
 _TRITON = "triton>=3.2"
 #: The release whose operators were looked at; they take every argument by position and have no defaults.
 _KERNELS = "vllm-xpu-kernels>=0.1.16"
+#: Optional: no extra but its own brings it.
+_AUTO_ROUND = "auto-round-lib>=0.16"
+#: Archived by its makers: what it could do is said, and nothing is written for it.
+_IPEX = "intel-extension-for-pytorch>=2.5"
 
 #: Battlemage, Lunar Lake and Ponte Vecchio: what the vendor's library calls Xe2.
 _XE2 = ("bmg", "lnl", "pvc")
@@ -23,6 +27,10 @@ _NEAREST_EVEN = ("nearest-even",)
 _MODULES = "omniplat_xpu.kernels"
 #: The sources that kernels and emulation were written from.
 _SOURCE = "https://github.com/vllm-project/vllm-xpu-kernels/blob/4543b580fecca68a7dd54ddaf6e444dc5f11a6a4"
+_AUTO_ROUND_SOURCE = (
+    "https://github.com/intel/auto-round/blob/03f03075439f365ffa0b99fcb694390d44c9bdae/"
+    "auto_round_extension/ark/auto_round_kernel"
+)
 #: Groups of the int4 GEMM are multiples of 32; those of the grouped GEMM end at 256.
 _INT4 = ("int4-g32", "int4-g64", "int4-g128", "int4-g256")
 _INT4_LONG = ("int4-g512", "int4-g1024")
@@ -163,6 +171,22 @@ _LINEAR = (
         impl=f"{_MODULES}.int4:Int4Int8Gemm",
     ),
     Capability(
+        # One row is summed up in f16: int8 codes would overflow there. There, too, the scale of a group of more than
+        # 256 columns is taken from the wrong place.
+        "auto_round_linear",
+        "linear",
+        (*_INT4, "int4-channel"),
+        ("a16",),
+        executes="a16",
+        archs=("bmg",),
+        dtypes=("f16",),
+        shapes=(*multiples(32, "in"), *multiples(16, "out")),
+        requires=(_AUTO_ROUND,),
+        accumulator="f16",
+        priority=3,
+        impl=f"{_MODULES}.auto_round:AutoRoundLinear",
+    ),
+    Capability(
         "portable_linear",
         "linear",
         DECODED_WEIGHTS,
@@ -172,6 +196,17 @@ _LINEAR = (
         requires=(_TORCH, _TRITON),
         priority=5,
         impl="omniplat.portable.weight_only:PortableLinear",
+    ),
+    Capability(
+        "ipex_weight_only_linear",
+        "linear",
+        (*_INT4, *_UINT4),
+        ("a16",),
+        executes="a16",
+        dtypes=_HALF,
+        requires=(_IPEX,),
+        priority=-10,
+        maturity="archived",
     ),
 )
 
@@ -222,7 +257,7 @@ SPEC = BackendSpec(
     capabilities=(*_LINEAR, *_MOE),
     probe="omniplat_xpu.probe:probe",
     install='pip install "omniplat[xpu]"',
-    distributions=(_TORCH, _TRITON, _KERNELS),
+    distributions=(_TORCH, _TRITON, _KERNELS, _AUTO_ROUND, _IPEX),
     quirks=(
         Quirk(
             ("fp8_gemm_block", "fp8_gemm_mx"),
@@ -244,6 +279,16 @@ SPEC = BackendSpec(
             ("int4_gemm_w4a8",),
             "scales and outputs are f16, whatever the layer's dtype is",
             f"{_SOURCE}/csrc/xpu/onednn/onednn_matmul.cpp",
+        ),
+        Quirk(
+            ("auto_round_linear",),
+            "a single row is multiplied and summed up in f16, several rows with sums in f32",
+            f"{_AUTO_ROUND_SOURCE}/bestla/bestla/sycl/sycl_prologue_b.h",
+        ),
+        Quirk(
+            ("auto_round_linear",),
+            "products in int8, the library's first choice, quantize their inputs: f16 is asked for",
+            f"{_AUTO_ROUND_SOURCE}/wrapper/include/xpu_wrapper.hpp",
         ),
         Quirk(
             ("grouped_gemm",),

@@ -1,4 +1,4 @@
-"""Intel GPUs: the operators of vllm-xpu-kernels that omniplat's xpu backend calls.
+"""Intel GPUs: the operators of vllm-xpu-kernels that omniplat's xpu backend calls, and functions of auto-round-lib.
 
 Kernels were read at 4543b580 (2026-08-21); the wheel whose schemas these are is newer. Both Xe2 architectures run the
 same operators; others run none of them.
@@ -6,9 +6,20 @@ same operators; others run none of them.
 
 from __future__ import annotations
 
-from omniplat.emulation.core import Vendor
-from omniplat.emulation.xpu import experts, gemm, quantizers
+from types import ModuleType
+
+from omniplat.emulation.core import Emulation, Vendor
+from omniplat.emulation.functions import stand_in
+from omniplat.emulation.xpu import auto_round, experts, gemm, quantizers
 from omniplat.emulation.xpu.schemas import SCHEMAS
+
+
+def _auto_round_kernel(emulation: Emulation) -> ModuleType:
+    module = ModuleType("auto_round_kernel")
+    for schema in auto_round.FUNCTIONS:
+        setattr(module, schema.name, stand_in(schema, getattr(auto_round, schema.name), emulation))
+    return module
+
 
 VENDOR = Vendor(
     kind="xpu",
@@ -35,4 +46,6 @@ VENDOR = Vendor(
         "_C::gelu_and_mul": experts.gelu_and_mul,
         "_C::gelu_tanh_and_mul": experts.gelu_tanh_and_mul,
     },
+    modules={"auto_round_kernel": _auto_round_kernel},
+    functions=auto_round.FUNCTIONS,
 )

@@ -89,13 +89,9 @@ class Int4Int8Gemm(LinearKernel[Int4Config]):
     def prepare(self, weight: WeightTensors, spec: LayerSpec) -> Prepared[Int4Config]:
         """Raises UnsupportedCombinationError for what is not declared, and for scales beyond the range of f16."""
         vendor.require(weight, spec, self.name, "pre_scale")
-        stored = weight.tensors["scale"].to(torch.float32)
-        scale = stored.to(torch.float16)
-        if not bool(torch.isfinite(scale).all()) or bool(((scale == 0) != (stored == 0)).any()):
-            raise vendor.refuse(weight, spec, self.name, "scales within the range of float16")
         tensors = {
             "words": _words(weight.tensors["codes"], signed=True),
-            "scale": scale.t().contiguous(),
+            "scale": vendor.half_scale(weight, spec, self.name).t().contiguous(),
             "zero_point": _zero_points(weight, spec, self.name),
         }
         if "pre_scale" in weight.tensors:

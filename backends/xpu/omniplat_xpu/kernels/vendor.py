@@ -51,6 +51,15 @@ def refuse(weight: WeightTensors, spec: LayerSpec, name: str, reason: str) -> Un
     return UnsupportedCombinationError("xpu", spec.op, weight.scheme.id, [spec.name], [f"{name}  needs {reason}"])
 
 
+def half_scale(weight: WeightTensors, spec: LayerSpec, name: str) -> torch.Tensor:
+    """The weight's scales in f16. Raises UnsupportedCombinationError for those beyond its range."""
+    stored = weight.tensors["scale"].to(torch.float32)
+    scale = stored.to(torch.float16)
+    if not bool(torch.isfinite(scale).all()) or bool(((scale == 0) != (stored == 0)).any()):
+        raise refuse(weight, spec, name, "scales within the range of float16")
+    return scale
+
+
 def layer_dtype(spec: LayerSpec) -> torch.dtype:
     """The dtype of inputs and outputs. Raises UsageError for one that no operator has."""
     dtype = DTYPES[spec.dtype]
