@@ -24,13 +24,14 @@ class NotSupported:
 class Quirk:
     """What a vendor's library does otherwise than one would expect, and this backend works around.
 
-    `kernels` are patterns (fnmatch) of the names of the capabilities that it concerns; a plan that uses one says
-    `text`. `source` is a link to where the library shows it.
+    `kernels` are patterns (fnmatch) of the names of the capabilities that it concerns; a plan that uses one, on one of
+    `archs` (empty: any), says `text`. `source` is a link to where the library shows it.
     """
 
     kernels: tuple[str, ...]
     text: str
     source: str
+    archs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class BackendSpec:
                     BackendUnavailableError where a device is here and its driver does not answer.
     `install`       the pip line that installs its runtime.
     `distributions` vendor distributions, as requirement strings, that the backend's extra brings.
+    `optional`      others that kernels can use where they are installed. No plan for a described device assumes them.
     """
 
     name: str
@@ -51,6 +53,7 @@ class BackendSpec:
     probe: str = ""
     install: str = ""
     distributions: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     quirks: tuple[Quirk, ...] = ()
     not_supported: tuple[NotSupported, ...] = ()
 

@@ -315,7 +315,8 @@ class LayerPlanner:
 
     def _note_quirks(self, capability: Capability, modules: Sequence[ResolvedModule]) -> None:
         for quirk in self._target.spec.quirks:
-            if matches(quirk.kernels, capability.name):
+            here = not quirk.archs or self._target.device.arch in quirk.archs
+            if here and matches(quirk.kernels, capability.name):
                 message = f"{capability.name}: {quirk.text} ({quirk.source})"
                 self._notes["known-quirk", message] += [module.name for module in modules]
 

@@ -73,7 +73,7 @@ def test_names_are_unique_and_every_arch_of_the_table_exists(kind: str) -> None:
 
 @each
 def test_requirements_are_those_of_the_backend(kind: str, capability: Capability) -> None:
-    brought = {Requirement(text).name for text in SPECS[kind].distributions}
+    brought = {Requirement(text).name for text in (*SPECS[kind].distributions, *SPECS[kind].optional)}
     assert {Requirement(text).name for text in capability.requires} <= brought
     assert capability.requires, "a kernel without a distribution cannot be missing one"
 

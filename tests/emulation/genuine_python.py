@@ -100,7 +100,7 @@ def download(requirement: str, folder: Path) -> Path | None:
 def unpacked(library: str, package: Package, folder: Path) -> tuple[Path, str]:
     """The source of a downloaded wheel, and its version."""
     backend = default_registry().load(BACKENDS, package.kind)
-    (wanted,) = (text for text in backend.distributions if Requirement(text).name == library)
+    (wanted,) = (text for text in (*backend.distributions, *backend.optional) if Requirement(text).name == library)
     wheel = download(wanted, folder)
     if wheel is None:
         wheel = download(library, folder)

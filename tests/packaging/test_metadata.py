@@ -69,7 +69,11 @@ def test_aiter_is_no_dependency_of_a_backend() -> None:
     for name in ("cpu", *ACCELERATORS):
         spec = default_registry().load(BACKENDS, name)
         assert isinstance(spec, BackendSpec)
-        texts = [*spec.distributions, *(text for capability in spec.capabilities for text in capability.requires)]
+        texts = [
+            *spec.distributions,
+            *spec.optional,
+            *(text for capability in spec.capabilities for text in capability.requires),
+        ]
         assert "aiter" not in {canonicalize_name(Requirement(text).name) for text in texts}
         assert not re.search(r"install\b.*[\s\"']aiter\b", spec.install)
 
@@ -112,11 +116,12 @@ def test_spec_asks_for_what_its_extra_brings(name: str) -> None:
     needed = {Requirement(text).name: text for text in spec.distributions}
     by_other_means = {
         "rocm": {"amd-aiter", "flydsl", "triton"},
-        "xpu": {"auto-round-lib", "intel-extension-for-pytorch", "triton"},
+        "xpu": {"triton"},
         "ascend": {"torch"},
     }.get(name, set())
     assert set(needed) - by_other_means == set(extra)
     assert all(needed[distribution] == text for distribution, text in extra.items())
+    assert not {Requirement(text).name for text in spec.optional} & (set(needed) | set(extra))
     assert spec.install == f'pip install "omniplat[{name}]"'
 
 

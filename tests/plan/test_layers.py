@@ -295,6 +295,8 @@ def test_a_quirk_of_the_chosen_kernel_is_told_with_its_source(tmp_path: Path) ->
     (layer,) = plan.layers
     quirks = [item for item in plan.findings if item.code == "known-quirk"]
     assert layer.kernel == "fp8_gemm_mx"
-    assert [item.modules for item in quirks] == [(f"{A}.o_proj",)]
-    assert "https://github.com/vllm-project/vllm-xpu-kernels/" in quirks[0].message
-    assert quirks[0].message.startswith("fp8_gemm_mx: ")
+    assert quirks
+    for item in quirks:
+        assert item.modules == (f"{A}.o_proj",)
+        assert "https://github.com/vllm-project/vllm-xpu-kernels/" in item.message
+        assert item.message.startswith("fp8_gemm_mx: ")

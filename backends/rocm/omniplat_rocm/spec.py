@@ -209,7 +209,6 @@ _LINEAR = (
     ),
 )
 
-#: Of fused_moe's variants only some add a bias, and the others drop it without saying so: none is declared to.
 _MOE_EXPERTS = (
     Capability(
         "fused_moe_fp8",
@@ -381,6 +380,36 @@ SPEC = BackendSpec(
             ("gemm_a4w4*", "fused_moe_mxfp4*"),
             "the rule by which the MXFP4 quantizer derives scales became ceil in 0.1.16, and was even before",
             "https://github.com/ROCm/aiter/commit/c654495d",
+        ),
+        Quirk(
+            ("gemm_a4w4*",),
+            "scales are read in eights, and the quantizer and e8m0_shuffle leave their padding unwritten: only layers "
+            "of whole tiles are given to it",
+            f"{_SOURCE}/aiter/ops/shuffle.py",
+        ),
+        Quirk(
+            ("gemm_a8w8_fp8*", "gemm_a8w8_blockscale", "reencoded_*", "fused_moe_fp8*"),
+            "fp8 is FNUZ here: the bits of a stored number mean half of it, and its negative zero is NaN. Codes and "
+            "scales are converted when a layer is prepared",
+            f"{_SOURCE}/aiter/utility/dtypes.py",
+            archs=_GFX942,
+        ),
+        Quirk(
+            ("fused_moe_fp8*", "reencoded_moe*"),
+            "inputs are divided by FNUZ's largest number, 240, and not by the declared format's, 448",
+            f"{_SOURCE}/aiter/ops/quant.py",
+            archs=_GFX942,
+        ),
+        Quirk(
+            ("fused_moe*", "reencoded_moe*"),
+            "only some of the kernels behind fused_moe add a bias, and the others drop it without a word: experts with "
+            "one are not given to it",
+            f"{_SOURCE}/aiter/fused_moe.py",
+        ),
+        Quirk(
+            ("fused_moe_mxfp8",),
+            "kernels for MXFP8 experts read gate and up rows in turns, whatever gate_mode says, and are FlyDSL's alone",
+            f"{_SOURCE}/op_tests/test_moe_2stage.py",
         ),
         Quirk(
             ("gemm_afp4wfp4",),

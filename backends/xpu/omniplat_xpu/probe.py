@@ -28,7 +28,7 @@ PCI_IDS: dict[str, frozenset[int]] = {
 
 
 def probe() -> BackendProbe:
-    return examine(ROOT, os.environ.get(MASK), installed_versions(SPEC.distributions))
+    return examine(ROOT, os.environ.get(MASK), installed_versions((*SPEC.distributions, *SPEC.optional)))
 
 
 def examine(root: Path, mask: str | None, versions: dict[str, str]) -> BackendProbe:

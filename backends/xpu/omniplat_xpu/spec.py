@@ -14,7 +14,6 @@ _TORCH = "torch>=2.6"
 _TRITON = "triton>=3.2"
 #: The release whose operators were looked at; they take every argument by position and have no defaults.
 _KERNELS = "vllm-xpu-kernels>=0.1.16"
-#: Optional: no extra but its own brings it.
 _AUTO_ROUND = "auto-round-lib>=0.16"
 #: Archived by its makers: what it could do is said, and nothing is written for it.
 _IPEX = "intel-extension-for-pytorch>=2.5"
@@ -257,13 +256,35 @@ SPEC = BackendSpec(
     capabilities=(*_LINEAR, *_MOE),
     probe="omniplat_xpu.probe:probe",
     install='pip install "omniplat[xpu]"',
-    distributions=(_TORCH, _TRITON, _KERNELS, _AUTO_ROUND, _IPEX),
+    distributions=(_TORCH, _TRITON, _KERNELS),
+    optional=(_AUTO_ROUND, _IPEX),
     quirks=(
         Quirk(
             ("fp8_gemm_block", "fp8_gemm_mx"),
             "fp8_gemm tells how scales lie by their shapes alone: inputs are flattened to two dimensions, and a weight "
             "of one block along K gets its scales repeated per channel",
             f"{_SOURCE}/csrc/xpu/onednn/fp8_gemm_w8a8.h",
+        ),
+        Quirk(
+            ("fp8_gemm_block", "fp8_gemm_mx"),
+            "the quantizer of inputs takes the least and the largest number of the format and ignores both",
+            f"{_SOURCE}/csrc/quantization/fp8/fp8_quant.cpp",
+        ),
+        Quirk(
+            ("fp8_gemm_mx",),
+            "the quantizer of inputs gives no scale below 2^-17: what a group below that scale holds loses bits",
+            f"{_SOURCE}/csrc/quantization/fp8/fp8_quant.cpp",
+        ),
+        Quirk(
+            ("fp4_gemm",),
+            "the quantizer of inputs gives no scale below 2^-33",
+            f"{_SOURCE}/csrc/quantization/fp4/mxfp4_quant.h",
+        ),
+        Quirk(
+            ("fp4_gemm",),
+            "the library's own test lays the weight's scales out as [N, K/32], with a tolerance that cannot see it: "
+            "they are given as [K/32, N], as vLLM gives them",
+            f"{_SOURCE}/tests/test_fp4_gemm_onednn.py",
         ),
         Quirk(
             ("fp4_gemm",),
@@ -289,6 +310,28 @@ SPEC = BackendSpec(
             ("auto_round_linear",),
             "products in int8, the library's first choice, quantize their inputs: f16 is asked for",
             f"{_AUTO_ROUND_SOURCE}/wrapper/include/xpu_wrapper.hpp",
+        ),
+        Quirk(
+            ("grouped_gemm*",),
+            "the grouped product takes scales of inputs and ignores them: experts run weight-only",
+            f"{_SOURCE}/csrc/xpu/grouped_gemm/xe_2/grouped_gemm_xe2_interface.hpp",
+        ),
+        Quirk(
+            ("grouped_gemm*",),
+            "weights are multiplied by their scales and rounded to the input's dtype before the product; for f16 the "
+            "scale itself becomes f16 first",
+            f"{_SOURCE}/csrc/xpu/grouped_gemm/xe_2/grouped_gemm_xe2_interface.hpp",
+        ),
+        Quirk(
+            ("grouped_gemm*",),
+            "the kernel that adds up an expert's outputs knows 1, 2, 4, 6, 7, 8, 10 and 16 experts for a token: slots "
+            "that choose nothing are added",
+            f"{_SOURCE}/csrc/moe/moe_gather.cpp",
+        ),
+        Quirk(
+            ("grouped_gemm*",),
+            "the kernel that gathers rows adds to counts of rows without clearing them: they are zeroed at every call",
+            f"{_SOURCE}/csrc/moe/remap_hidden_states.cpp",
         ),
         Quirk(
             ("grouped_gemm",),

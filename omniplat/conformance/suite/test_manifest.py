@@ -37,7 +37,11 @@ _STATUSES = ("never", "upstream", "todo")
 
 def _heavy_modules(subject: Subject) -> list[str]:
     spec = subject.spec
-    texts = (*spec.distributions, *(text for capability in spec.capabilities for text in capability.requires))
+    texts = (
+        *spec.distributions,
+        *spec.optional,
+        *(text for capability in spec.capabilities for text in capability.requires),
+    )
     names = {canonicalize_name(Requirement(text).name) for text in texts} - {"numpy", "gguf"}
     found = {
         module for module, dists in packages_distributions().items() if {canonicalize_name(d) for d in dists} & names
@@ -82,7 +86,7 @@ def test_the_backend_is_described(subject: Subject, case: Named) -> None:
     assert spec.probe, "declares no probe"
     assert spec.capabilities, "declares no capability"
     assert spec.install, "says no line that installs its runtime"
-    for text in spec.distributions:
+    for text in (*spec.distributions, *spec.optional):
         Requirement(text)
 
 
