@@ -1,22 +1,27 @@
 """Time of the cuda backend's linear layers as a ratio to BF16 `torch.matmul`, measured in the same run.
 
     python benchmarks/cuda_linear.py [--shapes 12288x3072 4096x4096] [--rows 1 16 256 4096] [--schemes ...]
-                                     [--prefer memory|speed] [--rounds 11] [--json]
+                                     [--prefer memory|speed] [--kernels NAME ...] [--rounds 11] [--json]
 
 A shape is N x K. Device times are those of CUDA graphs that go through as many copies of the weight as fill several
 times the L2 cache, on random data; quantizing the activation is part of a layer. Baseline and layer are replayed in
 turn, round by round; a ratio is taken within a round, and its median, least and largest are shown: above 1 a layer is
 faster than BF16. Each output is compared with the oracle's, as relative L2 over at most 64 of its rows. Host time is
 that of eager calls which nothing waits for.
+
+A scheme runs on the kernel that a plan would choose, or on each of `--kernels` that declares it. Those over vLLM's
+operators need an installed vLLM, or a module whose import registers them, named by OMNIPLAT_VLLM_OPS.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from importlib.metadata import version
 from statistics import median
 
@@ -26,13 +31,14 @@ from omniplat_cuda.spec import SPEC
 
 from omniplat import oracle
 from omniplat.canonical import CanonicalWeight
-from omniplat.capability import Capability
+from omniplat.capability import Accepted, Capability
 from omniplat.conformance.expected import executed_activation
+from omniplat.conformance.subject import equipped
 from omniplat.conformance.weights import random_weight
 from omniplat.device import parse_device
 from omniplat.layer import LayerSpec
-from omniplat.match import Policy, match
-from omniplat.runtime.kernel import LinearKernel, load_kernel
+from omniplat.match import Policy, decide, match
+from omniplat.runtime.kernel import LinearKernel, Workspaces, load_kernel
 from omniplat.runtime.layers import QuantLinear
 from omniplat.runtime.tensors import to_torch
 from omniplat.scheme import Scheme
@@ -62,13 +68,17 @@ class Result:
     error: float
 
 
-def capability_of(spec: LayerSpec, prefer: str) -> Capability:
-    """What a plan would choose on Hopper among the kernels that exist."""
+def capabilities_of(spec: LayerSpec, prefer: str, kernels: Sequence[str]) -> list[Capability]:
+    """What a plan would choose on Hopper among the kernels that exist, or those of the given names that accept."""
     built = [capability for capability in SPEC.capabilities if capability.impl]
+    if kernels:
+        device = equipped("cuda", "sm90")
+        named = [capability for capability in built if capability.name in kernels]
+        return [item for item in named if isinstance(decide(item, spec, device, Policy()), Accepted)]
     chosen = match(spec, built, parse_device("cuda:sm90"), Policy(prefer=prefer)).chosen
     if chosen is None:
         raise SystemExit(f"no kernel runs {spec.scheme.id}")
-    return chosen.capability
+    return [chosen.capability]
 
 
 def weight_of(scheme: Scheme, n: int, k: int) -> tuple[CanonicalWeight, torch.Tensor]:
@@ -121,11 +131,9 @@ def host(run: Callable[[int], object], calls: int = 100) -> float:
     return best * 1e6
 
 
-def bench(scheme_id: str, n: int, k: int, rows: Sequence[int], rounds: int, prefer: str) -> list[Result]:
-    scheme = Scheme.parse(scheme_id)
+def bench(spec: LayerSpec, capability: Capability, rows: Sequence[int], rounds: int) -> list[Result]:
+    scheme, n, k = spec.scheme, spec.out_features, spec.in_features
     weight, half = weight_of(scheme, n, k)
-    spec = LayerSpec("bench", "linear", n, k, scheme)
-    capability = capability_of(spec, prefer)
     kernel = load_kernel(capability.impl)
     assert isinstance(kernel, LinearKernel)
     prepared = kernel.prepare(to_torch(weight, device=torch.device("cuda")), spec)
@@ -135,6 +143,9 @@ def bench(scheme_id: str, n: int, k: int, rows: Sequence[int], rounds: int, pref
     for _ in range(copies - 1):
         tensors = {name: tensor.clone() for name, tensor in prepared.tensors.items()}
         layers.append(QuantLinear(spec, kernel, replace(prepared, tensors=tensors)))
+    workspaces = Workspaces()
+    for each in layers:
+        each.share_workspace(workspaces)
     halves = [half.clone() for _ in range(copies)]
     results = []
     for count in rows:
@@ -158,7 +169,7 @@ def bench(scheme_id: str, n: int, k: int, rows: Sequence[int], rounds: int, pref
         ratios = sorted(base / own for base, own in times)
         results.append(
             Result(
-                scheme_id,
+                scheme.id,
                 kernel.name,
                 f"{n}x{k}",
                 count,
@@ -195,8 +206,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
     parser.add_argument("--prefer", choices=["memory", "speed"], default="memory")
+    parser.add_argument("--kernels", nargs="+", default=[])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if module := os.environ.get("OMNIPLAT_VLLM_OPS"):
+        import_module(module)
     torch.manual_seed(0)
     machine = {
         "device": torch.cuda.get_device_name(),
@@ -215,10 +229,12 @@ def main() -> None:
     for shape in arguments.shapes:
         n, k = (int(size) for size in shape.split("x"))
         for scheme in arguments.schemes:
-            found = bench(scheme, n, k, arguments.rows, arguments.rounds, arguments.prefer)
-            results += found
-            if not arguments.json:
-                print("\n".join(line_of(result) for result in found), flush=True)
+            spec = LayerSpec("bench", "linear", n, k, Scheme.parse(scheme))
+            for capability in capabilities_of(spec, arguments.prefer, arguments.kernels):
+                found = bench(spec, capability, arguments.rows, arguments.rounds)
+                results += found
+                if not arguments.json:
+                    print("\n".join(line_of(result) for result in found), flush=True)
     if arguments.json:
         print(json.dumps({"machine": machine, "results": [asdict(r) for r in results]}, indent=2))
 

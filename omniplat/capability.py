@@ -88,6 +88,7 @@ class Capability:
     `archs`        architectures of the device kind, as names; empty means every one.
     `dtypes`       input dtypes.
     `requires`     distributions, as requirement strings ("humming-kernels>=0.1.20").
+    `assumed`      True where a described device is taken to have those: the backend's extra brings them.
     `accumulator`  "f32", "f64", "int32", ...: the tolerance of the conformance suite derives from it.
     `evidence`     "declared" | "emulated" | "verified on <device>".
     `impl`         "module:Class" of the kernel; empty while only planning is possible.
@@ -111,6 +112,7 @@ class Capability:
     dtypes: tuple[str, ...] = ("bf16", "f16", "f32")
     shapes: tuple[ShapeRule, ...] = ()
     requires: tuple[str, ...] = ()
+    assumed: bool = True
     accumulator: str = "f32"
     priority: int = 0
     maturity: str = "stable"

@@ -86,7 +86,7 @@ def decide(
     for rule in capability.shapes:
         if rule.dim in sizes and not rule.accepts(sizes[rule.dim]):
             return Rejected(rule.dim, rule.needed, str(sizes[rule.dim]))
-    if not device.described:
+    if not (device.described and capability.assumed):
         for text in capability.requires:
             missing = unmet(text, device)
             if missing:
@@ -102,11 +102,14 @@ def decide(
 def unmet(requirement: str, device: Device) -> str:
     """What is there where `requirement` is not met; "" where it is.
 
-    An emulated device has the versions that it emulates, and needs no other distribution.
+    An emulated device has the versions that it emulates, and needs no other distribution; a described one has those
+    that its description lists.
     """
     needed = Requirement(requirement)
-    if device.emulated:
+    if device.emulated or device.described:
         found = device.versions.get(needed.name, "")
+        if not found and device.described:
+            return "not described"
         return "" if not found or needed.specifier.contains(found, prereleases=True) else found
     found = installed_version(needed.name)
     if not found:

@@ -90,6 +90,11 @@ class Subject:
         return torch.device("cpu" if self.device.emulated else _TORCH_DEVICES[self.device.kind])
 
 
+def equipped(kind: str, arch: str) -> Device:
+    """A device of which no distribution is missing, to hold declarations against."""
+    return Device(kind, arch, described=False, emulated=True)
+
+
 def find_subject(name: str, registry: Registry | None = None, emulated: Device | None = None) -> Subject:
     """The backend of that name, on the `emulated` device instead of one that its probe finds where one is given.
 

@@ -98,6 +98,7 @@ class Vendor:
 
 #: kind of device -> "module:attribute" of its Vendor.
 VENDORS: Mapping[str, str] = {
+    "cuda": "omniplat.emulation.cuda:VENDOR",
     "npu": "omniplat.emulation.ascend:VENDOR",
     "rocm": "omniplat.emulation.rocm:VENDOR",
     "xpu": "omniplat.emulation.xpu:VENDOR",

@@ -19,7 +19,9 @@ from omniplat.emulation import emulate
 from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
 from omniplat.scheme import Scheme
 
-DEVICES = {"npu:a5": "ascend", "rocm:gfx950": "rocm", "rocm:gfx942": "rocm", "xpu:bmg": "xpu"}
+DEVICES = {
+    "cuda:sm90": "cuda", "npu:a5": "ascend", "rocm:gfx950": "rocm", "rocm:gfx942": "rocm", "xpu:bmg": "xpu",
+}  # fmt: skip
 #: Weights whose scales, or whose codes, can be NaN.
 NAN = {"mxfp8": "scale", "mxfp4": "scale", "mxfp4-dual": "scale", "fp8-channel": "codes", "fp8-tensor": "codes"}
 
@@ -61,7 +63,7 @@ def test_nan_is_refused_by_every_kernel(device: str, weight_id: str) -> None:
                     build(subject, case, NAN[weight_id])
 
 
-@pytest.mark.parametrize("device", ["xpu:bmg", "rocm:gfx942"])
+@pytest.mark.parametrize("device", ["cuda:sm90", "xpu:bmg", "rocm:gfx942"])
 def test_unsigned_codes_need_a_zero_point(device: str) -> None:
     """Operators that would take another number for one that is not there are not given such weights."""
     scheme = Scheme.parse("uint4-g128/a16")

@@ -73,8 +73,12 @@ def test_names_are_unique_and_every_arch_of_the_table_exists(kind: str) -> None:
 
 @each
 def test_requirements_are_those_of_the_backend(kind: str, capability: Capability) -> None:
-    brought = {Requirement(text).name for text in (*SPECS[kind].distributions, *SPECS[kind].optional)}
-    assert {Requirement(text).name for text in capability.requires} <= brought
+    spec = SPECS[kind]
+    brought, optional = ({Requirement(text).name for text in texts} for texts in (spec.distributions, spec.optional))
+    assert not brought & optional
+    needed = {Requirement(text).name for text in capability.requires}
+    assert needed <= brought | optional
+    assert capability.assumed == (needed <= brought), "a described device has what the extra brings, and no more"
     assert capability.requires, "a kernel without a distribution cannot be missing one"
 
 

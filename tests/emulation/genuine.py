@@ -29,14 +29,16 @@ from omniplat.emulation.schemas import of_version
 
 @dataclass(frozen=True)
 class Genuine:
-    """`libraries` of the wheel to load, in order; `real` names symbols that registration runs, and the expression of a,
-    b and n that does their work: an empty function would corrupt what is registered."""
+    """`libraries` of the wheel to load, in order, in whichever folder of it they lie; `real` names symbols that
+    registration runs, and the expression of a, b and n that does their work: an empty function would corrupt what is
+    registered."""
 
     libraries: tuple[str, ...]
     real: tuple[tuple[str, str], ...] = ()
 
 
 GENUINE: dict[str, Genuine] = {
+    "cuda": Genuine(("_C_stable_libtorch.abi3.so",)),
     "npu": Genuine(("torch_npu/lib/libtorch_npu.so",)),
     "xpu": Genuine(
         tuple(f"vllm_xpu_kernels/{name}.abi3.so" for name in ("_C", "_moe_C", "_xpu_C")),
@@ -105,7 +107,7 @@ def genuine_schemas(kind: str, vendor: Vendor, wheel: Path, folder: Path) -> set
     """What torch prints of the operators that the wheel's libraries register in the vendor's namespaces."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "wheel")
-    libraries = [folder / "wheel" / name for name in GENUINE[kind].libraries]
+    libraries = [next((folder / "wheel").rglob(name)) for name in GENUINE[kind].libraries]
     before = {str(schema) for schema in torch._C._jit_get_all_schemas()}
     for stand_in in build_stand_ins(folder / "wheel", GENUINE[kind].real, folder):
         ctypes.CDLL(str(stand_in), mode=ctypes.RTLD_GLOBAL)

@@ -78,7 +78,7 @@ def test_every_known_version_registers_its_own_schemas(kind: str) -> None:
 
 
 def test_what_is_not_emulated_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match="nothing emulates cuda devices"), emulate("cuda:sm90"):
+    with pytest.raises(UsageError, match="nothing emulates cpu devices"), emulate("cpu:avx2"):
         pass
     with pytest.raises(UsageError, match=r"nothing emulates torch-npu 1\.0"), emulate("npu", version="1.0"):
         pass

@@ -15,7 +15,7 @@ QUERY = ("nvidia-smi", "--query-gpu=uuid,compute_cap,memory.total,name", "--form
 
 
 def probe() -> BackendProbe:
-    versions = installed_versions(SPEC.distributions)
+    versions = installed_versions((*SPEC.distributions, *SPEC.optional))
     has_nodes = "cuda" in kinds_with_nodes()
     if not has_nodes and shutil.which(QUERY[0]) is None:
         return BackendProbe(False, "no NVIDIA device is here", versions=versions, installed=has_cuda(versions["torch"]))

@@ -31,9 +31,8 @@ from omniplat.conformance.dialect import WRITABLE, declared_scheme, write_checkp
 from omniplat.conformance.judge import expert_weights, make_weight
 from omniplat.conformance.model import Sizes, modules_of
 from omniplat.conformance.points import Slice, declared_points, one_by_one, plan_points, undeclared_points
-from omniplat.conformance.subject import Subject
+from omniplat.conformance.subject import Subject, equipped
 from omniplat.conformance.untouched import nothing_is_read
-from omniplat.device import Device
 from omniplat.errors import UnsupportedCombinationError
 from omniplat.match import Policy, decide, match
 from omniplat.planner import Planned
@@ -47,7 +46,7 @@ def _slices(subject: Subject, profile: str) -> Iterable[Named]:
     every = archs_of(subject.spec)
     own = [(kind, arch) for kind, arch in every if arch == subject.device.arch] if profile == "quick" else every
     for (kind, arch), op, dtype in product(own, OPS, DTYPES):
-        yield Named(f"{kind}:{arch}-{op}-{dtype}", None, Slice(Device(kind, arch), op, dtype))
+        yield Named(f"{kind}:{arch}-{op}-{dtype}", None, Slice(equipped(kind, arch), op, dtype))
 
 
 @check("undeclared", _slices, runs=False)
@@ -106,7 +105,7 @@ def test_rules_for_activations(subject: Subject, case: Named) -> None:
     whose rule it lists is accepted. A kernel that puts its own rule in the place of others is named in the answer."""
     item = case.capability
     assert item is not None
-    device = Device(subject.device.kind, next(iter(item.archs), subject.device.arch))
+    device = equipped(subject.device.kind, next(iter(item.archs), subject.device.arch))
     weight = next(iter(declared_weights(item, weight_ids(subject.spec))))
     for activation in declared_activations(item, activation_ids(subject.spec)):
         for quant in rule_variants(parse_activation_id(activation)):

@@ -7,6 +7,8 @@ TRITON = "triton>=3.2"
 HUMMING = "humming-kernels>=0.1.10"
 BITSANDBYTES = "bitsandbytes>=0.46"
 FLASHINFER = "flashinfer-python>=0.6"
+#: Its operators have been called as this one registers them. The backend's extra does not bring it.
+VLLM = "vllm>=0.30,<0.31"
 
 SM90 = ("sm90",)
 SM100 = ("sm100", "sm103")

@@ -25,7 +25,7 @@ from omniplat_cuda.kernels.torch_native import ScaledMm, TorchConfig
 _ROLES = ("codes", "scale", "pre_scale")
 
 
-class _Reencoded(ScaledMm):
+class Reencoded(ScaledMm):
     """Buffers: `codes` uint8 [N, K] (bytes of e4m3fn), `scale` f32 [1, N], `pre_scale` f32 [K] where there is one."""
 
     capability: ClassVar[Capability]
@@ -51,16 +51,16 @@ class _Reencoded(ScaledMm):
         return executed
 
 
-class ScaledMmMxfp8(_Reencoded):
+class ScaledMmMxfp8(Reencoded):
     name: ClassVar[str] = "scaled_mm_mxfp8"
     capability: ClassVar[Capability] = declared.MXFP8
 
 
-class ScaledMmMxfp4(_Reencoded):
+class ScaledMmMxfp4(Reencoded):
     name: ClassVar[str] = "scaled_mm_mxfp4"
     capability: ClassVar[Capability] = declared.MXFP4
 
 
-class ScaledMmMxfp4A8(_Reencoded):
+class ScaledMmMxfp4A8(Reencoded):
     name: ClassVar[str] = "scaled_mm_mxfp4_a8"
     capability: ClassVar[Capability] = declared.MXFP4_A8

@@ -32,7 +32,7 @@ class TorchConfig:
     in_features: int
 
 
-class _TorchLinear(LinearKernel[TorchConfig]):
+class TorchLinear(LinearKernel[TorchConfig]):
     """Buffers: `codes` [N, K], `scale` f32 [1, N] (or [1, 1]), `pre_scale` f32 [K] and `input_scale` f32 [1, 1]."""
 
     config_type = TorchConfig
@@ -111,7 +111,7 @@ class _TorchLinear(LinearKernel[TorchConfig]):
         """The buffer of codes, contiguous [N, K]."""
 
 
-class ScaledMm(_TorchLinear):
+class ScaledMm(TorchLinear):
     """fp8 e4m3 by fp8 e4m3 with `torch._scaled_mm`: scales f32 [M, 1] and [1, N], or one each.
 
     Sums are kept in the 22 bits of the FP8 units ("fast accumulation"); a result is rounded once.
@@ -141,7 +141,7 @@ class ScaledMmRow(ScaledMm):
     activations: ClassVar[tuple[str, ...]] = ("fp8-token", "fp8-tensor", "fp8-tensor-static")
 
 
-class IntMm(_TorchLinear):
+class IntMm(TorchLinear):
     """int8 by int8, exact in int32, then scaled and rounded once: in Triton where it is, else with `torch._int_mm`."""
 
     name: ClassVar[str] = "int_mm"
