@@ -21,6 +21,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import version
 from statistics import median
@@ -81,8 +82,9 @@ def capabilities_of(spec: LayerSpec, prefer: str, kernels: Sequence[str]) -> lis
     return [chosen.capability]
 
 
+@lru_cache(maxsize=1)
 def weight_of(scheme: Scheme, n: int, k: int) -> tuple[CanonicalWeight, torch.Tensor]:
-    """A Gaussian weight in canonical form, and in bf16 on the device."""
+    """A Gaussian weight in canonical form, and in bf16 on the device. The last one is kept, for other kernels."""
     values = np.random.default_rng(0).standard_normal((n, k), dtype=np.float32)
     if scheme.weight.element in ("nf4", "fp4_bnb"):
         weight = random_weight(scheme, n, k, np.random.default_rng(0))

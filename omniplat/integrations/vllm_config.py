@@ -12,7 +12,7 @@ import torch
 from torch.nn import Module
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from omniplat.integrations.dispatch import METHOD
+from omniplat.integrations.dispatch import LOGGER, METHOD
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,16 +28,23 @@ class OmniplatConfig(QuantizationConfig):  # type: ignore[misc]
     """Dispatches the layers of a checkpoint, or of one component of a pipeline.
 
     Without a plan it makes its own when the engine names the checkpoint (`maybe_update_config`). `native` is the
-    engine's own config for the same metadata; what is not omniplat's, the attention and its cache, is left to it.
+    engine's own config for the same metadata; what is not omniplat's, the attention and its cache, is left to it. Where
+    it has none, `native_problem` is its error.
     """
 
     def __init__(
-        self, planned: Planned | None = None, component: str = "", *, native: QuantizationConfig | None = None
+        self,
+        planned: Planned | None = None,
+        component: str = "",
+        *,
+        native: QuantizationConfig | None = None,
+        native_problem: str = "",
     ) -> None:
         """Raises what stands in the way of loading the plan, and InvalidCheckpointError for what vLLM cannot load."""
         QuantizationConfig.__init__(self)  # of several bases, the one that has no arguments
         self._component = component
         self._native = native
+        self._native_problem = native_problem
         self._mappers: list[WeightsMapper] = []
         self._layers: EngineLayers | None = None
         self._workspaces: Workspaces | None = None
@@ -73,9 +80,17 @@ class OmniplatConfig(QuantizationConfig):  # type: ignore[misc]
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> OmniplatConfig:
         """A config that waits for `maybe_update_config`: metadata alone does not tell what is stored."""
+        from vllm.logger import init_logger
+
         from omniplat.integrations.vllm_native import native_config
 
-        return cls(native=native_config(config).config)
+        native = native_config(config)
+        if native.problem:
+            init_logger(LOGGER).info_once(
+                "vLLM has no config of its own for this checkpoint, whose attention gets vLLM's common method: %s",
+                native.problem,
+            )
+        return cls(native=native.config, native_problem=native.problem)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Plan the checkpoint. Raises what stands in the way of running it, UsageError where nothing is quantized."""

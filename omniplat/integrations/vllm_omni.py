@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from omniplat.integrations.dispatch import METHOD, dispatch_mode
+from omniplat.host import installed_version
+from omniplat.integrations.dispatch import LOGGER, METHOD, dispatch_mode
 
 if TYPE_CHECKING:
     from omniplat.integrations.vllm_omni_config import OmniplatDiffusionConfig
@@ -25,8 +27,21 @@ _STORED = (
 _ALIASES = ("inc", "auto_round")
 
 
+_NO_BUILDERS = (
+    "vllm-omni %s takes no builders of quantization methods (register_quantization_override). Not active in it: "
+    "omniplat's methods for diffusion models, and its dispatch of quantized diffusion checkpoints but ModelOpt's. "
+    "Active: language models, and ModelOpt's checkpoints. vllm-omni 0.30 takes builders"
+)
+#: What vllm-omni's own builders, and the classes behind them, raise for options that they do not like.
+_STOCK_ERRORS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError, ImportError)
+
+
 def register_builders() -> None:
-    """Put a builder in place for every method; those that vllm-omni has are asked by ours. Once per process."""
+    """Put a builder in place for every method; those that vllm-omni has are asked by ours. Once per process.
+
+    Where vllm-omni takes no builders any more, as after 0.30, that is logged as an error with what does not work: what
+    its users get then is its own behaviour, and nothing is raised.
+    """
     from vllm.utils.import_utils import has_humming
 
     # vllm-omni puts an empty module called `humming` in place unless the real one is imported, which omniplat's kernels
@@ -34,6 +49,9 @@ def register_builders() -> None:
     has_humming()
     from vllm_omni.quantization import factory
 
+    if not hasattr(factory, "register_quantization_override"):
+        logging.getLogger(LOGGER).error(_NO_BUILDERS, installed_version("vllm-omni") or "here")
+        return
     own: dict[str, Builder] = factory._OVERRIDES  # nothing else tells what is behind a name
     if isinstance(own.get(METHOD), MethodBuilder):
         return
@@ -62,10 +80,12 @@ class MethodBuilder:
             from omniplat.integrations.vllm_omni_inc import OmniplatStoredConfig
 
             kind = OmniplatStoredConfig
+        native, problem = None, ""
         try:
-            return kind(self.method, options, dispatch_mode(), self._native(options))
-        except Exception as error:  # whatever it is, it is how vllm-omni fails for these options
-            return kind(self.method, options, dispatch_mode(), None, f"{type(error).__name__}: {error}")
+            native = self._native(options)
+        except _STOCK_ERRORS as error:
+            problem = f"{type(error).__name__}: {error}"
+        return kind(self.method, options, dispatch_mode(), native, problem)
 
     def _native(self, options: Mapping[str, Any]) -> QuantizationConfig | None:
         """vllm-omni's own config; None where it has no such method."""

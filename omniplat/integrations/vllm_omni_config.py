@@ -48,11 +48,10 @@ class OmniplatDiffusionConfig(OmniplatConfig):
         native_problem: str = "",
     ) -> None:
         """`native` is vllm-omni's own config for the same method and options, or `native_problem` its error."""
-        super().__init__(native=native)
+        super().__init__(native=native, native_problem=native_problem)
         self._method = method
         self._options = dict(options)
         self._mode = mode
-        self._native_problem = native_problem
         self._components: dict[str, EngineLayers] = {}
         self._online: dict[str, OnlineChoice] = {}
         self._own_linears = self._own_experts = True
@@ -69,6 +68,16 @@ class OmniplatDiffusionConfig(OmniplatConfig):
     def is_checkpoint_quantized(self) -> bool:
         """vllm-omni's loader asks, to load quantized checkpoints where they are offloaded to."""
         return bool(self._components) and not self._online
+
+    @property
+    def takes_linears(self) -> bool:
+        """True where linear layers are omniplat's; before a checkpoint is known, nothing says that they are not."""
+        return self._own_linears
+
+    @property
+    def takes_layers(self) -> bool:
+        """True where linear layers or experts are omniplat's."""
+        return self._own_linears or self._own_experts
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Plan the checkpoint. Raises what stands in the way of running it, UsageError where the method is not what is

@@ -29,7 +29,9 @@ def register_for_omni() -> None:
         if dispatch_mode() == OFF:
             return
         from omniplat.integrations.vllm_omni import register_builders
+        from omniplat.integrations.vllm_omni_entries import register_entries
 
+        register_entries()
         register_builders()
     except Exception:
         import logging

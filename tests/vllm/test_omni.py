@@ -37,6 +37,8 @@ ONLINE: dict[str, str | dict[str, Any]] = {
 #: bf16 outputs of products that the oracle has in float64.
 BOUND = 4e-3
 BLOCK = ("attn", "img_mlp", "txt_mlp")
+#: ModelOpt's name of an algorithm -> the weight that it stores.
+MODELOPT = {"FP8": "fp8-tensor", "NVFP4": "nvfp4"}
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +51,10 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     quantize(everywhere / "transformer", lambda name: True)
     four_bit = write_pipeline(folder / "four-bit", plain / "transformer")
     quantize_to_nf4(four_bit / "transformer")
+    by_modelopt = {}
+    for algorithm in MODELOPT:
+        by_modelopt[algorithm] = write_pipeline(folder / algorithm, plain / "transformer")
+        quantize_as_modelopt(by_modelopt[algorithm] / "transformer", algorithm)
     wan = write_wan(folder / "wan")
     cascade = shutil.copytree(wan, folder / "cascade")
     quantize(cascade / "transformer", lambda name: name.startswith("blocks."))
@@ -59,6 +65,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "everywhere": everywhere,
         "wan": wan,
         "cascade": cascade,
+        **by_modelopt,
     }
 
 
@@ -114,6 +121,30 @@ def quantize_to_nf4(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def quantize_as_modelopt(folder: Path, algorithm: str) -> None:
+    """What ModelOpt exports: scales beside the weights of blocks, that of inputs too, and metadata."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    linears = [name.removesuffix(".weight") for name, t in tensors.items() if name.endswith(".weight") and t.dim() == 2]
+    for name in filter(lambda name: in_blocks(f"{name}."), linears):
+        values = tensors[f"{name}.weight"].float().numpy()
+        made = oracle.quantize_weight(values, parse_weight_id(MODELOPT[algorithm]))
+        tensors[f"{name}.weight"] = to_tensor(made.tensors["codes"])
+        tensors[f"{name}.input_scale"] = torch.tensor(0.02)
+        if algorithm == "FP8":
+            tensors[f"{name}.weight_scale"] = to_tensor(made.tensors["scale"])[0, 0]
+        else:
+            tensors[f"{name}.weight_scale"] = to_tensor(made.tensors["scale"])
+            tensors[f"{name}.weight_scale_2"] = to_tensor(made.tensors["global_scale"])[0, 0]
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "modelopt", "quant_algo": algorithm, "producer": {"name": "modelopt", "version": "0.40"},
+        "group_size": 16, "ignore": [name for name in linears if not in_blocks(f"{name}.")],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 @pytest.fixture(scope="session")
 def answers(pipelines: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     plain, stored = str(pipelines["plain"]), str(pipelines["stored"])
@@ -138,8 +169,10 @@ def answers(pipelines: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
         Request("wan by component", str(pipelines["wan"]), of_one, "mxfp8"),
         Request("wan stored", str(pipelines["cascade"])),
     ]
+    requests += [Request(algorithm, str(pipelines[algorithm])) for algorithm in MODELOPT]
     folder = tmp_path_factory.mktemp("omni")
     off = [Request("plain, off", plain), Request("mxfp4, off", plain, "mxfp4"), Request("stored, off", stored)]
+    off += [Request("FP8, off", str(pipelines["FP8"]))]
     return run_all(requests, "gaps", folder) | run_all(off, "off", folder)
 
 
@@ -291,3 +324,15 @@ def test_what_the_engine_runs_is_left_to_it(
     assert config.activation_scheme == native.activation_scheme
     assert not hasattr(config, "no_such_option")
     assert type(pickle.loads(pickle.dumps(config))) is OmniplatDiffusionConfig
+
+
+@pytest.mark.parametrize("algorithm", MODELOPT)
+def test_checkpoints_of_modelopt_need_nothing_said(algorithm: str, answers: dict[str, Answer]) -> None:
+    """vllm-omni gives them to vLLM's own config, which leaves to omniplat what it does not run on this device."""
+    answer = answers[algorithm]
+    assert answer.error == ""
+    assert quantized(answer) == blocks(answer.methods)
+    assert {answer.methods[name] for name in quantized(answer)} == {"OmniplatLinearMethod"}
+    assert answer.errors.keys() == quantized(answer)
+    assert max(answer.errors.values()) < BOUND
+    assert answers["FP8, off"].error, "vllm-omni runs it by itself: then it keeps it"

@@ -44,9 +44,14 @@ CASES = [
     for activation in ([capability.executes] if capability.executes else capability.activations)
 ]
 each_scheme = pytest.mark.parametrize(("kernel", "scheme"), CASES)
-#: With the dtype: the driver takes a while to compile Marlin for f16 (`-k "not f16"`).
+#: With the dtype: the driver takes minutes to compile Marlin for f16 (`-k "not in-f16"`).
 each_dtype = pytest.mark.parametrize(
-    ("kernel", "scheme", "dtype"), [(*case, dtype) for case in CASES for dtype in BY_NAME[case[0]].dtypes]
+    ("kernel", "scheme", "dtype"),
+    [
+        pytest.param(*case, dtype, id=f"{case[0]}-{case[1]}-in-{dtype}")
+        for case in CASES
+        for dtype in BY_NAME[case[0]].dtypes
+    ],
 )
 N, K = 128, 256
 
