@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
+from omniplat.portable.launch import Launch
 from omniplat.portable.word_kernels_triton import multiplier, value_of
 from omniplat.portable.word_weights import WordForm
 from omniplat.portable.words import parts_of
@@ -73,30 +76,27 @@ def decoded(
     """The weight [N, K] in `dtype`: values times scales in float32, rounded once. Buffers as in `word_tensors`."""
     n, columns = form.out_features, form.in_features
     y = torch.empty((n, columns), dtype=dtype, device=words.device)
-    parts = parts_of(form.bits)
-    grid = (triton.cdiv(n, _ROWS), triton.cdiv(columns, parts * form.depth * _BLOCKS))
-    anything = words
-    _decode[grid](
-        words,
-        anything if table is None else table,
-        scale,
-        anything if zero is None else zero,
-        anything if row_scale is None else row_scale,
-        y,
-        n,
-        words.stride(-2),
-        scale.stride(-2),
-        K=columns,
-        ELEMENT=form.element,
-        PARTS=parts,
-        DEPTH=form.depth,
-        SCALE=form.scale,
-        GROUP=form.group,
-        ROWS=form.rows,
-        ZERO=zero is not None,
-        ROW_SCALE=row_scale is not None,
-        BN=_ROWS,
-        BLOCKS=_BLOCKS,
-        num_warps=4,
+    _launch_of(form, columns, zero is not None, row_scale is not None)(
+        (-(-n // _ROWS), -(-columns // (parts_of(form.bits) * form.depth * _BLOCKS)), 1),
+        (words, table, scale, zero, row_scale, y),
+        (n, words.stride(-2), scale.stride(-2)),
     )
     return y
+
+
+@lru_cache(maxsize=1024)
+def _launch_of(form: WordForm, columns: int, zero: bool, row_scale: bool) -> Launch:
+    constants = {
+        "K": columns,
+        "ELEMENT": form.element,
+        "PARTS": parts_of(form.bits),
+        "DEPTH": form.depth,
+        "SCALE": form.scale,
+        "GROUP": form.group,
+        "ROWS": form.rows,
+        "ZERO": zero,
+        "ROW_SCALE": row_scale,
+        "BN": _ROWS,
+        "BLOCKS": _BLOCKS,
+    }
+    return Launch(_decode, constants, num_warps=4)

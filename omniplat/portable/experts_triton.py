@@ -4,14 +4,19 @@ the weighted sum over the experts of a token. Imports triton."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
+from omniplat.portable.launch import Launch
 from omniplat.portable.routing import Sorted
 from omniplat.portable.weight_only_triton import ExpertTiles, Tile, folds, tile_of, weight_only_product
 from omniplat.portable.word_weights import WordForm
+
+#: Columns of one program.
+_COLUMNS = 1024
 
 
 @triton.jit
@@ -27,7 +32,7 @@ def _silu_and_mul(both, hidden, columns, BLOCK: tl.constexpr) -> None:  # type: 
 
 @triton.jit
 def _combine(  # type: ignore[no-untyped-def]
-    out, place, weights, y, columns, held, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+    out, place, weights, y, held, columns, SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -44,11 +49,19 @@ def _combine(  # type: ignore[no-untyped-def]
     tl.store(y + token * columns + k, total.to(y.dtype.element_ty), mask=inside)
 
 
+_SILU_AND_MUL = Launch(_silu_and_mul, {"BLOCK": _COLUMNS}, num_warps=4)
+
+
+@lru_cache(maxsize=64)
+def _combine_of(slots: int) -> Launch:
+    return Launch(_combine, {"SLOTS": slots, "BLOCK": _COLUMNS}, num_warps=4)
+
+
 def silu_and_mul(both: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of `both` [R, 2I], gate first, contiguous: [R, I], computed in f32, rounded once."""
     rows, columns = len(both), both.shape[1] // 2
     hidden = torch.empty((rows, columns), dtype=both.dtype, device=both.device)
-    _silu_and_mul[(rows, triton.cdiv(columns, 1024))](both, hidden, columns, BLOCK=1024, num_warps=4)
+    _SILU_AND_MUL((rows, -(-columns // _COLUMNS), 1), (both, hidden), (columns,))
     return hidden
 
 
@@ -62,9 +75,7 @@ def combine(
     tokens, slots = place.shape
     columns = out.shape[1]
     y = torch.empty((tokens, columns), dtype=dtype, device=out.device)
-    _combine[(tokens, triton.cdiv(columns, 1024))](
-        out, place, weights, y, columns, held, SLOTS=slots, BLOCK=1024, num_warps=4
-    )
+    _combine_of(slots)((tokens, -(-columns // _COLUMNS), 1), (out, place, weights, y, held), (columns,))
     return y
 
 

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from omniplat.portable.launch import Launch
+
 #: Tiles of tokens that share the tiles of the weight while those are in the cache.
 _BAND = 8
 
@@ -53,7 +55,7 @@ def _store(  # type: ignore[no-untyped-def]
     tl.store(at, value.to(y.dtype.element_ty), mask=m_inside[:, None] & n_inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _by_pointers(  # type: ignore[no-untyped-def]
     x,
     codes,
@@ -87,7 +89,7 @@ def _by_pointers(  # type: ignore[no-untyped-def]
     _store(total, x_scale, scale, bias, y, m, n, M, N, ONE_TOKEN_SCALE, BIAS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _by_descriptors(  # type: ignore[no-untyped-def]
     x,
     codes,
@@ -130,6 +132,7 @@ class Tile:
     descriptors: bool = False
 
 
+@lru_cache(maxsize=4096)
 def tile_of(m: int, columns: int, device: torch.device) -> Tile:
     """Measured on an H200; see docs/performance.md."""
     if m <= 16:
@@ -165,7 +168,6 @@ def int8_product(
     m, columns = x.shape
     n = codes.shape[0]
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
-    grid = (triton.cdiv(m, tile.tokens) * triton.cdiv(n, tile.rows),)
     left: Any = x
     right: Any = codes
     if tile.descriptors:
@@ -173,25 +175,29 @@ def int8_product(
 
         left = TensorDescriptor.from_tensor(x, [tile.tokens, tile.columns])
         right = TensorDescriptor.from_tensor(codes, [tile.rows, tile.columns])
-    (_by_descriptors if tile.descriptors else _by_pointers)[grid](
-        left,
-        right,
-        x_scale,
-        scale,
-        codes if bias is None else bias,
-        y,
-        m,
-        n,
-        K=columns,
-        ONE_TOKEN_SCALE=x_scale.numel() == 1,
-        BIAS=bias is not None,
-        BM=tile.tokens,
-        BN=tile.rows,
-        BK=tile.columns,
-        BAND=_BAND,
+    _launch_of(tile, columns, x_scale.numel() == 1, bias is not None)(
+        (-(-m // tile.tokens) * -(-n // tile.rows), 1, 1), (left, right, x_scale, scale, bias, y), (m, n)
+    )
+    return y
+
+
+@lru_cache(maxsize=1024)
+def _launch_of(tile: Tile, columns: int, one_token_scale: bool, bias: bool) -> Launch:
+    constants = {
+        "K": columns,
+        "ONE_TOKEN_SCALE": one_token_scale,
+        "BIAS": bias,
+        "BM": tile.tokens,
+        "BN": tile.rows,
+        "BK": tile.columns,
+        "BAND": _BAND,
+    }
+    return Launch(
+        _by_descriptors if tile.descriptors else _by_pointers,
+        constants,
+        direct=not tile.descriptors,
         num_warps=tile.warps,
         num_stages=tile.stages,
         # a product and a sum that become one operation would round once where torch's form rounds twice
         enable_fp_fusion=False,
     )
-    return y

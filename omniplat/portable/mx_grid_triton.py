@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from omniplat.portable.launch import Launch
 from omniplat.portable.mx_grid import GROUP, HEADROOM, LEAST_EXPONENT
-from omniplat.portable.quantize_triton import converts_fp8
+from omniplat.portable.quantize_triton import block_of, converts_fp8, warps_of
 from omniplat.scheme import TensorQuant
 
 
@@ -97,25 +99,24 @@ def regroup_rows(
     columns = columns // 2 if gated else columns
     codes = torch.empty((rows, columns), dtype=torch.uint8, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    # the device converts four numbers of a thread at once, and mixes them up where a thread has fewer
-    block = max(128, triton.next_power_of_2(columns))
-    _KERNEL[(rows,)](
-        x,
-        scales if pre_scale is None else pre_scale,
-        codes,
-        scales,
-        columns,
-        x.stride(0),
-        RULE=_RULES[quant.scale_rule],
-        GATED=gated,
-        PRE=pre_scale is not None,
-        HARDWARE=converts_fp8(x.device),
-        GROUP=GROUP,
-        HEADROOM=HEADROOM,
-        LEAST=LEAST_EXPONENT,
-        BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
-        # a product and a sum that become one operation would round once where the rule rounds twice
-        enable_fp_fusion=False,
+    _launch_of(quant, columns, gated, pre_scale is not None, x.device)(
+        (rows, 1, 1), (x, pre_scale, codes, scales), (columns, x.stride(0))
     )
     return codes, scales
+
+
+@lru_cache(maxsize=1024)
+def _launch_of(quant: TensorQuant, columns: int, gated: bool, pre: bool, device: torch.device) -> Launch:
+    block = block_of(columns)
+    constants = {
+        "RULE": _RULES[quant.scale_rule],
+        "GATED": gated,
+        "PRE": pre,
+        "HARDWARE": converts_fp8(device),
+        "GROUP": GROUP,
+        "HEADROOM": HEADROOM,
+        "LEAST": LEAST_EXPONENT,
+        "BLOCK": block,
+    }
+    # a product and a sum that become one operation would round once where the rule rounds twice
+    return Launch(_KERNEL, constants, num_warps=warps_of(block), enable_fp_fusion=False)

@@ -7,6 +7,7 @@ themselves, to the same bytes, and divide with a reciprocal that is corrected to
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from omniplat.portable.launch import Launch
 from omniplat.portable.quantize import divisor, least_scale
 from omniplat.scheme import TensorQuant
 
@@ -121,31 +123,47 @@ def quantize_rows(
         x = x.contiguous()
     rows, columns = x.shape
     columns = columns // 2 if gated else columns
-    integer = quant.is_integer
-    codes = torch.empty((rows, columns), dtype=torch.int8 if integer else torch.uint8, device=x.device)
+    form = _form_of(quant, columns, gated, pre_scale is not None, given is not None, x.device)
+    codes = torch.empty((rows, columns), dtype=form.codes, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device) if given is None else given
-    # the device converts four numbers of a thread at once, and mixes them up where a thread has fewer
-    block = max(128, triton.next_power_of_2(columns))
-    _KERNEL[(rows,)](
-        x,
-        scales if pre_scale is None else pre_scale,
-        scales,
-        codes,
-        scales,
-        columns,
-        x.stride(0),
-        divisor(quant),
-        127.0 if integer else 448.0,
-        least_scale(quant),
-        INTEGER=integer,
-        GATED=gated,
-        PRE=pre_scale is not None,
-        GIVEN=given is not None,
-        RECIPROCAL=given is None and quant.scale_rule == "absmax-reciprocal",
-        HARDWARE=converts_fp8(x.device),
-        BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
-        # a product and a sum that become one operation would round once where the rule rounds twice
-        enable_fp_fusion=False,
-    )
+    form.launch((rows, 1, 1), (x, pre_scale, given, codes, scales), (columns, x.stride(0), *form.numbers))
     return codes, scales
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """The kernel for one kind of input; `numbers` are what magnitudes are divided by, the top code, the least scale."""
+
+    launch: Launch
+    codes: torch.dtype
+    numbers: tuple[float, float, float]
+
+
+@lru_cache(maxsize=1024)
+def _form_of(quant: TensorQuant, columns: int, gated: bool, pre: bool, given: bool, device: torch.device) -> _Form:
+    block = block_of(columns)
+    constants = {
+        "INTEGER": quant.is_integer,
+        "GATED": gated,
+        "PRE": pre,
+        "GIVEN": given,
+        "RECIPROCAL": not given and quant.scale_rule == "absmax-reciprocal",
+        "HARDWARE": converts_fp8(device),
+        "BLOCK": block,
+    }
+    # a product and a sum that become one operation would round once where the rule rounds twice
+    launch = Launch(_KERNEL, constants, num_warps=warps_of(block), enable_fp_fusion=False)
+    top, codes = (127.0, torch.int8) if quant.is_integer else (448.0, torch.uint8)
+    return _Form(launch, codes, (divisor(quant), top, least_scale(quant)))
+
+
+def block_of(columns: int) -> int:
+    """Columns that a program holds of a row: the next power of two.
+
+    At least 128: the device converts four numbers of a thread at once, and mixes them up where a thread has fewer.
+    """
+    return max(128, 1 << (columns - 1).bit_length())
+
+
+def warps_of(block: int) -> int:
+    return max(1, min(16, block // 512))

@@ -110,20 +110,21 @@ def _on_device(
     from omniplat.portable.weight_only_triton import folds, tile_of, weight_only_product
 
     held = decode_form(form)
-    rows = _smoothed(x, pre_scale)
-    if rows.stride(-1) != 1:
+    rows = x if x.dim() == 2 and pre_scale is None else _smoothed(x, pre_scale)
+    if rows.stride(1) != 1:
         rows = rows.contiguous()
+    count = rows.shape[0]
     one_dtype = x.dtype == out_dtype and (bias is None or bias.dtype == x.dtype)
-    if len(rows) > DECODED_ONCE_ABOVE and x.dtype == torch.bfloat16 and one_dtype:
+    if count > DECODED_ONCE_ABOVE and x.dtype == torch.bfloat16 and one_dtype:
         from omniplat.portable.decode_triton import decoded
 
         weight = decoded(words, table, scale, zero, row_scale, held, x.dtype)
         return F.linear(rows, weight, bias).view(*x.shape[:-1], held.out_features)
-    y = torch.empty((len(rows), held.out_features), dtype=out_dtype, device=x.device)
-    if len(rows):
-        tile = tile_of(len(rows), folds(held, x.dtype))
+    y = torch.empty((*x.shape[:-1], held.out_features), dtype=out_dtype, device=x.device)
+    if count:
+        tile = tile_of(count, folds(held, x.dtype))
         weight_only_product(rows, words, table, scale, zero, row_scale, bias, y, held, tile)
-    return y.view(*x.shape[:-1], held.out_features)
+    return y
 
 
 register(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
 
+from omniplat.portable.launch import Launch
 from omniplat.portable.word_kernels_triton import few_tokens, many_tokens
 from omniplat.portable.word_weights import WordForm
 from omniplat.portable.words import parts_of
@@ -15,6 +15,7 @@ from omniplat.portable.words_ptx import base_of, instructions
 
 #: Tiles of the weight that share the tiles of tokens while those are in the cache.
 _BAND = 8
+_NO_TILES = (None,) * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,11 @@ class Tile:
     stages: int
 
 
+@lru_cache(maxsize=4096)
 def tile_of(m: int, fold: bool) -> Tile:
     """Measured on an H200; see docs/performance.md."""
     if m <= 64:
-        return Tile(32, max(16, triton.next_power_of_2(m)), 4, 4, 2)
+        return Tile(32, max(16, 1 << (m - 1).bit_length()), 4, 4, 2)
     return Tile(128, 128, 0, 4, 3) if fold else Tile(64, 128, 0, 4, 3)
 
 
@@ -82,57 +84,78 @@ def weight_only_product(
     """
     m, columns = x.shape
     n = form.out_features
-    bf16 = x.dtype == torch.bfloat16
-    parts = parts_of(form.bits)
-    fractions = zero is not None and zero.is_floating_point()
-    fold = folds(form, x.dtype)
-    anything = words
-    tiles_n, tiles_m = triton.cdiv(n, tile.rows), triton.cdiv(m, tile.tokens) if tiles is None else len(tiles.expert)
-    own = {"SLICES": tile.slices} if tile.slices else {"BAND": _BAND}
-    grid = (tiles_n, tiles_m) if tile.slices else (tiles_n * tiles_m,)
-    (few_tokens if tile.slices else many_tokens)[grid](
-        x,
-        words,
-        anything if table is None else table,
-        scale,
-        anything if zero is None else zero,
-        anything if row_scale is None else row_scale,
-        anything if bias is None else bias,
-        y,
-        *((anything,) * 4 if tiles is None else (tiles.rows, tiles.expert, tiles.first, tiles.end)),
-        tiles_m,
-        m,
-        n,
-        x.stride(0),
-        words.stride(-2),
-        scale.stride(-2),
-        scale.shape[-2],
-        K=columns,
-        EXPERTS=tiles is not None,
-        ASM=_asm(form.element, form.bits, bf16, fold, computes_in_pairs(x.device)),
-        ELEMENT=form.element,
-        PARTS=parts,
-        DEPTH=form.depth,
-        SCALE=form.scale,
-        GROUP=form.group,
-        ROWS=form.rows,
-        # all parts of a block in one group, and nothing else to be done with each part's product
-        ONE_SCALE=form.scale != "none" and form.group % (parts * form.depth) == 0 and not fractions,
-        FOLD=fold,
-        ZERO="" if zero is None else ("fraction" if fractions else "integer"),
-        BASE=base_of(form.element, bf16),
-        ROW_SCALE=row_scale is not None,
-        BIAS=bias is not None,
-        EVEN=columns % (parts * form.depth * max(1, tile.slices)) == 0,
-        BF16=bf16,
-        # The interpreter multiplies the bits of bf16 numbers, not their values.
-        WIDE=x.device.type == "cpu",
-        BN=tile.rows,
-        BM=tile.tokens,
-        **own,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+    tiles_n, tiles_m = -(-n // tile.rows), -(-m // tile.tokens) if tiles is None else tiles.expert.shape[0]
+    launch = _launch_of(
+        form,
+        tile,
+        columns,
+        x.dtype,
+        "" if zero is None else ("fraction" if zero.is_floating_point() else "integer"),
+        row_scale is not None,
+        bias is not None,
+        tiles is not None,
+        x.device,
     )
+    launch(
+        (tiles_n, tiles_m, 1) if tile.slices else (tiles_n * tiles_m, 1, 1),
+        (
+            x,
+            words,
+            table,
+            scale,
+            zero,
+            row_scale,
+            bias,
+            y,
+            *(_NO_TILES if tiles is None else (tiles.rows, tiles.expert, tiles.first, tiles.end)),
+        ),
+        (tiles_m, m, n, x.stride(0), words.stride(-2), scale.stride(-2), scale.shape[-2]),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _launch_of(
+    form: WordForm,
+    tile: Tile,
+    columns: int,
+    dtype: torch.dtype,
+    zero: str,
+    row_scale: bool,
+    bias: bool,
+    experts: bool,
+    device: torch.device,
+) -> Launch:
+    bf16 = dtype == torch.bfloat16
+    parts = parts_of(form.bits)
+    fold = folds(form, dtype)
+    own = {"SLICES": tile.slices} if tile.slices else {"BAND": _BAND}
+    constants = {
+        "K": columns,
+        "EXPERTS": experts,
+        "ASM": _asm(form.element, form.bits, bf16, fold, computes_in_pairs(device)),
+        "ELEMENT": form.element,
+        "PARTS": parts,
+        "DEPTH": form.depth,
+        "SCALE": form.scale,
+        "GROUP": form.group,
+        "ROWS": form.rows,
+        # all parts of a block in one group, and nothing else to be done with each part's product
+        "ONE_SCALE": form.scale != "none" and form.group % (parts * form.depth) == 0 and zero != "fraction",
+        "FOLD": fold,
+        "ZERO": zero,
+        "BASE": base_of(form.element, bf16),
+        "ROW_SCALE": row_scale,
+        "BIAS": bias,
+        "EVEN": columns % (parts * form.depth * max(1, tile.slices)) == 0,
+        "BF16": bf16,
+        # The interpreter multiplies the bits of bf16 numbers, not their values.
+        "WIDE": device.type == "cpu",
+        "BN": tile.rows,
+        "BM": tile.tokens,
+        **own,
+    }
+    kernel = few_tokens if tile.slices else many_tokens
+    return Launch(kernel, constants, num_warps=tile.warps, num_stages=tile.stages)
 
 
 @lru_cache(maxsize=64)

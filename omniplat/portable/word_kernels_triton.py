@@ -152,7 +152,7 @@ def _tokens_of(  # type: ignore[no-untyped-def]
     return expert, m, inside, row
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_m", "M"])
 def few_tokens(  # type: ignore[no-untyped-def]
     x,
     words,
@@ -251,7 +251,7 @@ def few_tokens(  # type: ignore[no-untyped-def]
     _store(tl.sum(total, axis=0), row_scale + expert * N, bias + expert * N, y, rows, m, m_inside, N, ROW_SCALE, BIAS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_m", "M"])
 def many_tokens(  # type: ignore[no-untyped-def]
     x,
     words,

@@ -88,7 +88,9 @@ class _KernelLayer(KeepsDtypes):
         return self
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {name: getattr(self, name) for name in self._names}
+        # not by getattr: a module looks for a buffer everywhere else first
+        buffers = self._buffers
+        return {name: cast(torch.Tensor, buffers[name]) for name in self._names}
 
     def share_workspace(self, workspaces: Workspaces, stream: int = 0) -> None:
         """Take the kernel's scratch memory from what layers share that never run at the same time.
@@ -156,7 +158,7 @@ class QuantLinear(_KernelLayer):
         self.register_buffer("bias", bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.run(x, self.bias)
+        return self.run(x, self._buffers["bias"])
 
     def run(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """As `forward`, with a bias that somebody else holds: an engine that has loaded and cut it."""

@@ -7,6 +7,7 @@ because the compiler's target is that of the process, and because interpreted ke
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -15,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from omniplat.portable import weight_only_triton
+from omniplat.portable.launch import Launch, collected
 from omniplat.portable.word_weights import decode_form
 from tests.portable.test_weight_only import DTYPES, layer_of, weight_of
 
@@ -40,21 +42,18 @@ class Target:
 
 
 class Compiles:
-    """A kernel that is compiled where it would be launched."""
+    """Compiles what would be launched."""
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+    def __init__(self) -> None:
         self.compiled: list[Any] = []
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args, **options: self.compiled.append(self.kernel.warmup(*args, grid=grid, **options))
+    def collect(self, launch: Launch, arguments: Sequence[Any]) -> None:
+        self.compiled.append(launch.compile(arguments))
 
 
 def main(arch: str, weight_ids: list[str]) -> None:
     triton.runtime.driver.set_active(Target(arch))
-    kernels = {name: Compiles(getattr(weight_only_triton, name)) for name in ("few_tokens", "many_tokens")}
-    for name, kernel in kernels.items():
-        setattr(weight_only_triton, name, kernel)
+    kernels = Compiles()
     for weight_id, dtype, tokens in product(weight_ids, DTYPES.values(), TOKENS):
         # on no device at all: neither PTX nor what the interpreter needs is taken
         layer = layer_of(weight_of(weight_id, OUT, IN)).to("meta")
@@ -65,8 +64,9 @@ def main(arch: str, weight_ids: list[str]) -> None:
         )
         tile = weight_only_triton.tile_of(tokens, weight_only_triton.folds(form, dtype))
         y = torch.empty(tokens, OUT, dtype=dtype, device="meta")
-        weight_only_triton.weight_only_product(x, words, table, scale, zero, row_scale, None, y, form, tile)
-        code = kernels["few_tokens" if tile.slices else "many_tokens"].compiled[-1].asm["hsaco"]
+        with collected(kernels):
+            weight_only_triton.weight_only_product(x, words, table, scale, zero, row_scale, None, y, form, tile)
+        code = kernels.compiled[-1].asm["hsaco"]
         print(weight_id, dtype, tokens, len(code), flush=True)
 
 

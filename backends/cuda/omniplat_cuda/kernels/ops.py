@@ -49,7 +49,7 @@ def _scaled_linear(
 ) -> torch.Tensor:
     """fp8 by fp8: `codes` uint8 [N, K] (bytes of e4m3fn), `scale` f32 [1, N], or [1, 1] for one of the whole weight."""
     features = codes.shape[0]
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
     if count == 0:
         return x.new_empty((*x.shape[:-1], features), dtype=out_dtype)
@@ -62,8 +62,10 @@ def _scaled_linear(
     if scale.numel() == 1 and row_scale.numel() == 1:
         y = _product(a, b, row_scale, scale, added, dtype)
     else:
-        row_scale = row_scale.expand(count, 1).contiguous()
-        scale = scale.expand(1, features).contiguous()
+        if row_scale.shape[0] != count:
+            row_scale = row_scale.expand(count, 1).contiguous()
+        if scale.shape[1] != features:
+            scale = scale.expand(1, features).contiguous()
         if dtype in _rowwise_outputs(x.device):
             y = _product(a, b, row_scale, scale, added, dtype)
         else:
@@ -72,7 +74,14 @@ def _scaled_linear(
             fused = bias is None
     if bias is not None and not fused:
         y = y.add_(bias)
-    return y.to(out_dtype).view(*x.shape[:-1], features)
+    return _shaped(y, x, out_dtype)
+
+
+def _shaped(y: torch.Tensor, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """`y` [M, N] in `out_dtype`, with the leading shape of `x`. Conversions to what a tensor is already take time."""
+    if y.dtype != out_dtype:
+        y = y.to(out_dtype)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
 
 def quantize_to_fp8(
@@ -106,24 +115,22 @@ def _int_linear(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """int8 by int8, exact in int32, scaled in f32: `codes` int8 [N, K], `scale` f32 [1, N]."""
-    features = codes.shape[0]
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
     if count == 0:
-        return x.new_empty((*x.shape[:-1], features), dtype=out_dtype)
+        return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=out_dtype)
     quantized, row_scale = quantize_rows(rows, decode_quant(activation), pre_scale, input_scale)
     if x.is_cuda and has_triton():
         from omniplat.portable.int8_gemm_triton import int8_product, tile_of
 
         tile = tile_of(count, x.shape[-1], x.device)
-        y = int8_product(quantized, codes, row_scale, scale, bias, out_dtype, tile)
-        return y.view(*x.shape[:-1], features)
+        return _shaped(int8_product(quantized, codes, row_scale, scale, bias, out_dtype, tile), x, out_dtype)
     if count < _INT_MM_ROWS:
         quantized = F.pad(quantized, (0, 0, 0, _INT_MM_ROWS - count))
     y = torch._int_mm(quantized, codes.t())[:count].to(torch.float32).mul_(scale).mul_(row_scale)
     if bias is not None:
         y = y.add_(bias)
-    return y.to(out_dtype).view(*x.shape[:-1], features)
+    return _shaped(y, x, out_dtype)
 
 
 for _name, _implementation in (("cuda_scaled_linear", _scaled_linear), ("cuda_int_linear", _int_linear)):

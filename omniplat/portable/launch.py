@@ -1,0 +1,178 @@
+"""Launching Triton's kernels without its binder, which costs the host several times what the launch itself does.
+
+At every call Triton binds up to 45 arguments, describes each of them, and looks for the form of the kernel that was
+compiled for that description. A `Launch` has its constants and options settled, so that all that may differ between
+two of its calls is looked at directly: the current device; of tensors the device, the dtype and whether they are
+aligned to 16 bytes; of numbers the type, and whether they are 1 or a multiple of 16. Calls that differ in none of these
+are one specialization to Triton too. The first of each goes through Triton, which finds the compiled form or makes it;
+that form is held and launched from then on.
+
+This rests on how Triton launches what it has compiled. On releases that are not in `TESTED`, on devices other than
+NVIDIA's, under the interpreter, and while a profiler listens to launches, every call goes through Triton. Knobs of
+Triton that change what is compiled are read when a specialization is first met. Imports triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+import triton
+from packaging.version import Version
+from triton.runtime import driver
+
+#: Releases of Triton (major, minor) whose compiled kernels are launched directly: `tests/portable/test_launch.py` ran
+#: with each of them.
+TESTED = ((3, 6), (3, 9))
+
+Grid = tuple[int, int, int]
+
+
+class Collector(Protocol):
+    """Takes launches that are asked for while nothing is to be launched."""
+
+    def collect(self, launch: Launch, arguments: Sequence[Any]) -> None:
+        """`arguments` are tensors and numbers, as the kernel takes them."""
+
+
+_collector: ContextVar[Collector | None] = ContextVar("collector of launches", default=None)
+
+
+@contextmanager
+def collected(collector: Collector) -> Iterator[None]:
+    """Within the context, and in its thread, launches are handed to `collector` instead of the device."""
+    token = _collector.set(collector)
+    try:
+        yield
+    finally:
+        _collector.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A compiled form and what it is launched with; `constants` are the last of the kernel's arguments.
+
+    `owner` is Triton's object, with which the code would be unloaded.
+    """
+
+    owner: Any
+    run: Any
+    function: int
+    metadata: Any
+    constants: tuple[object, ...]
+
+
+class Launch:
+    """A kernel of `triton.jit` with its constants and options; its parameters are tensors, numbers, constants.
+
+    It holds the compiled forms, so it is to be made once for the same constants and kept.
+    """
+
+    __slots__ = ("_compiled", "_constants", "_direct", "_kernel", "_options")
+
+    def __init__(
+        self, kernel: Any, constants: Mapping[str, object], *, direct: bool = True, **options: int | bool
+    ) -> None:
+        """`options` are Triton's own. With `direct` False, as for tensor descriptors, calls go through Triton."""
+        self._kernel = kernel
+        self._constants = dict(constants)
+        self._options = options
+        self._compiled: dict[tuple[object, ...], _Compiled] = {}
+        self._direct = direct and _is_tested() and isinstance(kernel, triton.JITFunction)
+
+    def __call__(self, grid: Grid, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> None:
+        """Launch on the device of `tensors`, on its current stream. Those that are None are pointers never followed."""
+        collector = _collector.get()
+        if collector is not None:
+            collector.collect(self, self._filled(tensors, numbers))
+            return
+        if not self._direct:
+            self._through_triton(grid, self._filled(tensors, numbers))
+            return
+        active = driver.active
+        device = active.get_current_device()
+        if tensors[0].get_device() not in (device, -1):
+            with _device_of(tensors):
+                self(grid, tensors, numbers)
+            return
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        key = (
+            device,
+            *[None if tensor is None else tensor.dtype for tensor in tensors],
+            *[tensor.get_device() for tensor in tensors if tensor is not None],
+            *[pointer & 15 for pointer in pointers],
+            *map(_kind, numbers),
+        )
+        compiled = self._compiled.get(key)
+        if compiled is None or _has_listeners():
+            self._hold(key, self._through_triton(grid, self._filled(tensors, numbers)))
+            return
+        compiled.run(
+            *grid,
+            active.get_current_stream(device),
+            compiled.function,
+            compiled.metadata,
+            None,
+            None,
+            None,
+            *pointers,
+            *numbers,
+            *compiled.constants,
+        )
+
+    @property
+    def name(self) -> str:
+        """The kernel's."""
+        return str(self._kernel.__name__)
+
+    def compile(self, arguments: Sequence[Any]) -> Any:
+        """What a call with these arguments launches: Triton's object, or its future under `triton.AsyncCompileMode`."""
+        with _device_of(arguments):
+            return self._kernel.warmup(*arguments, grid=(1, 1, 1), **self._constants, **self._options)
+
+    @staticmethod
+    def _filled(tensors: Sequence[Any], numbers: Sequence[float]) -> tuple[Any, ...]:
+        """The arguments as Triton takes them: it knows no pointer to nothing."""
+        return (*(tensors[0] if tensor is None else tensor for tensor in tensors), *numbers)
+
+    def _through_triton(self, grid: Grid, arguments: Sequence[Any]) -> Any:
+        with _device_of(arguments):
+            return self._kernel[grid](*arguments, **self._constants, **self._options)
+
+    def _hold(self, key: tuple[object, ...], compiled: Any) -> None:
+        if compiled.metadata.target.backend == "cuda":
+            constants = tuple(self._constants.values())
+            self._compiled[key] = _Compiled(
+                compiled, compiled.run, compiled.function, compiled.packed_metadata, constants
+            )
+        else:
+            self._direct = False
+
+
+def _device_of(arguments: Sequence[Any]) -> AbstractContextManager[None]:
+    """Makes the device of the first tensor the current one; nothing for devices that are not torch.cuda's."""
+    tensor = next(value for value in arguments if isinstance(value, torch.Tensor))
+    return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _kind(number: float) -> object:
+    """What of a number Triton compiles for, or more: an integer's type follows from its size."""
+    if isinstance(number, float):
+        return float
+    return 1 if number == 1 else (number.bit_length() > 31, number % 16 == 0)
+
+
+def _has_listeners() -> bool:
+    runtime = triton.knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
+@lru_cache(maxsize=1)
+def _is_tested() -> bool:
+    return Version(triton.__version__).release[:2] in TESTED
