@@ -100,8 +100,12 @@ def load(
     allow: Iterable[str] = (),
     prefer: str | None = None,
     rank: Rank | None = None,
+    compile_for: Iterable[int] | None = None,
 ) -> dict[str, nn.Module]:
     """Plan `checkpoint`, then load every quantized layer: {layer name: module}, in a pipeline `component/name`.
+
+    Kernels that are compiled here are compiled for calls with the numbers of tokens in `compile_for`: powers of two up
+    to 4096 when None, nothing before its first call when empty (`omniplat.portable.ahead.compile_kernels`).
 
     With `rank` (`omniplat.runtime.slicer.Rank`) layers are what one rank of a tensor- or expert-parallel group holds:
     outputs of column-parallel layers lie side by side, those of row-parallel layers and experts are to be added up.
@@ -122,7 +126,11 @@ def load(
         prefer=prefer,
         scan="needed",
     )
-    return {name: module for name, _, module in load_layers(planned, rank)}
+    layers = {name: module for name, _, module in load_layers(planned, rank)}
+    from omniplat.portable.ahead import TOKENS, compile_kernels
+
+    compile_kernels(layers.values(), TOKENS if compile_for is None else compile_for)
+    return layers
 
 
 def load_layers(planned: Planned, rank: Rank | None = None) -> Iterable[tuple[str, PlannedLayer, Any]]:

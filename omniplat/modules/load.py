@@ -24,6 +24,7 @@ from omniplat.modules.slots import Slots
 from omniplat.modules.survey import components_of
 from omniplat.packed import PackedLayer, per_module
 from omniplat.planner import Planned, PlannedLayer
+from omniplat.portable.ahead import TOKENS, compile_kernels
 from omniplat.runtime.kernel import Workspaces, load_kernel
 from omniplat.runtime.layers import QuantExperts
 from omniplat.runtime.load import load_layer
@@ -43,6 +44,7 @@ def load_into(
     allow: Iterable[str] = (),
     prefer: str | None = None,
     key_mapping: Mapping[str, str] | None = None,
+    compile_for: Iterable[int] | None = None,
 ) -> Plan:
     """Fill `model` from a quantized checkpoint: its quantized layers become omniplat's, the rest is loaded as it is.
 
@@ -93,6 +95,8 @@ def load_into(
         loading.check()
     for loading in loadings:
         loading.read()
+    made = [layer for loading in loadings for layer in loading.made]
+    compile_kernels(made, TOKENS if compile_for is None else compile_for)
     for loading in loadings:
         loading.put()
     return planned.plan
@@ -179,6 +183,10 @@ class _Loading:
             name: self._slots.converted(name, to_tensor(reader.read(info)), self._device, info.shard)
             for name, info in self._values.items()
         }
+
+    @property
+    def made(self) -> tuple[ModelLinear | ModelExperts, ...]:
+        return tuple(self._made.values())
 
     def put(self) -> None:
         for name, module in self._made.items():
