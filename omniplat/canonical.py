@@ -18,6 +18,8 @@ For a linear layer with N rows (out features) and K columns (in features):
     scale2         f32 [N, K/512] (dual level)
     group_index    int32 [K]: column k uses scale[:, group_index[k]]
     pre_scale      f32 [K]: y = (x * pre_scale) @ W^T
+    left_transform, right_transform  f32 [A, A] and [B, B], A * B = K: an input row as a matrix X [A, B] becomes L^T X R
+    clip_ratio     f32 [1] in (0, 1]: what scales of a transformed input are multiplied by
     input_scale    f32 [1], a multiplier: x = q * input_scale; input_zero_point int32 [1]
     input_global_scale  f32 (or f64, as above) [1], a multiplier (NVFP4 activations)
     bias           [N] in the stored dtype
@@ -49,11 +51,17 @@ ROLES: tuple[str, ...] = (
     "codebook",
     "low_rank_down",
     "low_rank_up",
+    "left_transform",
+    "right_transform",
+    "clip_ratio",
     "input_scale",
     "input_zero_point",
     "input_global_scale",
     "bias",
 )
+
+#: Roles of a transformed input: all of them or none.
+TRANSFORM_ROLES: tuple[str, ...] = ("left_transform", "right_transform", "clip_ratio")
 
 #: Roles with one entry per row: they follow a permutation or a slice of the rows.
 ROW_ROLES: tuple[str, ...] = ("codes", "scale", "zero_point", "global_scale", "scale2", "low_rank_up", "bias")

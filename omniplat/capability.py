@@ -43,7 +43,7 @@ Decision = Accepted | Rejected
 
 @dataclass(frozen=True, slots=True)
 class ShapeRule:
-    """A limit on one dimension. `dim` is "in", "out", "intermediate" or "experts"."""
+    """A limit on one dimension. `dim` is "in", "out", "intermediate" or "experts"; of a transform "left" or "right"."""
 
     dim: str
     multiple_of: int = 1
@@ -94,6 +94,8 @@ class Capability:
     `impl`         "module:Class" of the kernel; empty while only planning is possible.
     `rounds_before_bias`   True where products are rounded to the output's dtype before a bias is added.
     `resident`     bytes kept per stored byte of weight (1.0: nothing is expanded).
+    `transforms`   limits of the matrices [left, left] and [right, right] by which it transforms inputs
+                   (`Scheme.transform`); empty where it transforms none.
     `moe_activations`   what an op for experts can compute between its two products.
     `variants`     names of implementations of the same numerics that the kernel picks from by M.
     """
@@ -122,6 +124,7 @@ class Capability:
     resident: float = 1.0
     bias: bool = True
     rounds_before_bias: bool = False
+    transforms: tuple[ShapeRule, ...] = ()
     moe_activations: tuple[str, ...] = ACTIVATIONS
     variants: tuple[str, ...] = ()
 

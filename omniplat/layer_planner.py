@@ -71,11 +71,12 @@ def _details_of(quant: TensorQuant | None) -> dict[str, Any] | None:
 
 
 def _details(scheme: Scheme) -> dict[str, Any]:
-    return {
+    details: dict[str, Any] = {
         "weight": _details_of(scheme.weight),
         "activation": _details_of(scheme.activation),
         "pre_scale": scheme.pre_scale,
     }
+    return details | ({"transform": list(scheme.transform)} if scheme.is_transformed else {})
 
 
 @dataclass(frozen=True, slots=True)

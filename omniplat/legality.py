@@ -117,6 +117,8 @@ def cut_columns(scheme: Scheme, columns: int, tp: int, *, what: str = "K") -> Cu
         return LEGAL
     if columns % tp:
         return Cut(f"{what} = {columns} is not a multiple of tp = {tp}")
+    if scheme.is_transformed:
+        return Cut(f"{what} = {columns} is transformed as a whole")
     shard = columns // tp
     for unit, name in column_units(scheme):
         if shard % unit:

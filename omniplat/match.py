@@ -12,6 +12,7 @@ from omniplat.device import Device
 from omniplat.host import installed_version
 from omniplat.layer import LayerSpec
 from omniplat.reencoding import span_limit
+from omniplat.scheme import Scheme
 
 #: What a caller may allow beyond the default rules (`--allow`).
 ALLOWANCES = ("activation-change", "requantize", "dequantize", "model-advice")
@@ -71,6 +72,8 @@ def decide(
         other = unfollowed(capability, scheme.activation)
         if other is not None and not capability.substitutes:
             return other
+        if (refusal := _transform_refusal(capability, scheme)) is not None:
+            return refusal
         instead = instead or (f"{other.rule} {other.found}" if other is not None else "")
     if capability.archs and device.arch not in capability.archs:
         return Rejected("arch", ", ".join(capability.archs), device.arch)
@@ -97,6 +100,20 @@ def decide(
             return Rejected("span of scales", f"<= {limit} binades for {capability.via}", f"{span}")
     executes = "+".join(f"{scheme.weight_id}/{capability.executes or scheme.activation_id}" for scheme in schemes)
     return Accepted(executes, capability.via, instead)
+
+
+def _transform_refusal(capability: Capability, scheme: Scheme) -> Rejected | None:
+    """Why the capability cannot transform inputs as the scheme says; None where it can, and where nothing is said."""
+    if not scheme.is_transformed:
+        return None
+    if not capability.transforms:
+        left, right = scheme.transform
+        return Rejected("transform of the input", "none", f"{left} x {left} and {right} x {right}")
+    for rule in capability.transforms:
+        size = scheme.transform[0 if rule.dim == "left" else 1]
+        if not rule.accepts(size):
+            return Rejected(f"{rule.dim} transform", rule.needed, str(size))
+    return None
 
 
 def unmet(requirement: str, device: Device) -> str:

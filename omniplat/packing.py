@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from omniplat.canonical import TRANSFORM_ROLES
 from omniplat.checkpoint.folder import MAX_SMOOTHING_BYTES
 from omniplat.findings import Finding, finding
 from omniplat.formats.resolve import Resolution
@@ -181,6 +182,10 @@ class _Packer:
             return _SMOOTHED
         if len({self._source.read_small(info, MAX_SMOOTHING_BYTES) for info in smoothing}) > 1:
             return _SMOOTHED
+        for role in TRANSFORM_ROLES:
+            matrices = [m.tensors[role] for m in modules if role in m.tensors]
+            if len({self._source.read_small(info, MAX_SMOOTHING_BYTES) for info in matrices}) > 1:
+                return f"the {role} of the parts differs"
         return ""
 
     def _row_order(self, name: str) -> RowOrder:

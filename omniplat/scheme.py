@@ -88,11 +88,15 @@ class Scheme:
 
     `pre_scale` is True where the activation is multiplied by a per-column vector before everything else
     (AWQ's and SmoothQuant's smoothing); the vector is the canonical tensor `pre_scale`.
+    `transform` is (A, B) with A * B = K where an input row, seen as a matrix [A, B], is multiplied from both sides
+    before it is quantized, and its scale by a clipping ratio (FlatQuant); (0, 0) where it is not. The matrices and the
+    ratio are the canonical tensors `left_transform`, `right_transform` and `clip_ratio`.
     """
 
     weight: TensorQuant
     activation: TensorQuant | None = None
     pre_scale: bool = False
+    transform: tuple[int, int] = (0, 0)
 
     @property
     def id(self) -> str:
@@ -105,6 +109,10 @@ class Scheme:
     @property
     def activation_id(self) -> str:
         return activation_id(self.activation)
+
+    @property
+    def is_transformed(self) -> bool:
+        return self.transform != (0, 0)
 
     @property
     def is_unquantized(self) -> bool:

@@ -33,7 +33,8 @@ METADATA_FILES = (
 
 #: Small tensors (shapes, scalar scales, quantizer states) may be read while planning, up to this size.
 MAX_METADATA_TENSOR_BYTES = 4096
-#: Vectors along K by which inputs are smoothed decide what may be fused; they may be read up to this size.
+#: Vectors along K by which inputs are smoothed, and matrices that transform them, decide what may be fused; they may be
+#: read up to this size.
 MAX_SMOOTHING_BYTES = 1 << 20
 
 

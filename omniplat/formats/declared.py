@@ -18,6 +18,7 @@ class Declared:
     `missing_ok`   canonical roles whose absence does not make the tensors incomplete.
     `derived`      canonical roles that are computed at run time where the file has none.
     `open_granularity`  the metadata does not say what shares a scale: the tensors do.
+    `transformed`  inputs are transformed at run time by matrices that lie beside the weight.
     `unsupported`  why modules of this scheme can be read but not run, in words; "" where they can.
     """
 
@@ -28,6 +29,7 @@ class Declared:
     missing_ok: frozenset[str] = frozenset()
     derived: frozenset[str] = frozenset()
     open_granularity: bool = False
+    transformed: bool = False
     unsupported: str = ""
 
     @property

@@ -41,9 +41,10 @@ _OPEN: dict[str, tuple[str, str]] = {
 }
 _FLOAT = frozenset({"FLOAT", "W16A16"})
 
-#: Parts of a type's name that stand for a transformation of the activation or a residual beside the weight.
-_TRANSFORMED = {
-    "FLATQUANT": "the input is transformed by left_trans and right_trans and clipped at run time",
+#: The part of a type's name that stands for a transformation of the input.
+_FLATQUANT = "FLATQUANT"
+#: Parts that stand for a residual beside the weight.
+_RESIDUALS = {
     "SVD": "a low-rank residual of its own is added to the output",
 }
 #: Whole types that are understood as far as their name goes.
@@ -114,8 +115,8 @@ def _rule(module: str, key: str, source: Fields, packs_int4: bool) -> Rule:
 
 def _declared(kind: str, key: str, source: Fields, packs_int4: bool) -> Declared:
     base = kind
-    reasons = [reason for part, reason in _TRANSFORMED.items() if part in kind.split("_")]
-    for part in _TRANSFORMED:
+    reasons = [reason for part, reason in _RESIDUALS.items() if part in kind.split("_")]
+    for part in (*_RESIDUALS, _FLATQUANT):
         base = base.replace(f"_{part}", "")
     if kind in _UNSUPPORTED:
         reasons.append(_UNSUPPORTED[kind])
@@ -130,7 +131,8 @@ def _declared(kind: str, key: str, source: Fields, packs_int4: bool) -> Declared
     reason = f"{kind}: {'; '.join(reasons)}, which no kernel here does" if reasons else ""
     # W4A16 without groups is packed along K in the versioned layout; nothing else in the tensors tells.
     packing = "ascend_int4_k" if base == "W4A16" and packs_int4 else ""
-    return Declared(scheme, packing, open_granularity=base in _OPEN, unsupported=reason)
+    transformed = _FLATQUANT in kind.split("_")
+    return Declared(scheme, packing, open_granularity=base in _OPEN, transformed=transformed, unsupported=reason)
 
 
 FORMAT = ModelSlimFormat()

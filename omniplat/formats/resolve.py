@@ -370,7 +370,7 @@ class _Resolver:
         else:
             status = "ok" if stored.complete else "invalid"
             weight = stored.weight or choice.declared.scheme.weight
-            scheme = Scheme(weight, self._activation(choice), stored.pre_scale)
+            scheme = Scheme(weight, self._activation(choice), stored.pre_scale, stored.transform)
         if status != "invalid" and self._unsupported(module.name, choice):
             status = "unsupported"
         codes = module.leaves[stored.leaves["codes"]] if "codes" in stored.leaves else None

@@ -8,11 +8,12 @@ floating point. Here is everything beside the codes: scales, zero points, group 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 import ml_dtypes
 import numpy as np
 
-from omniplat.canonical import ROLES, Array, CanonicalWeight
+from omniplat.canonical import ROLES, TRANSFORM_ROLES, Array, CanonicalWeight
 from omniplat.formats.scale_values import check_finite, check_zero_scales
 from omniplat.formats.storage import PACKINGS, STORED_ROLES, Storage
 from omniplat.formats.unpack_codes import (
@@ -88,6 +89,7 @@ def canonicalise(
         tensors["pre_scale"] = _vector_f32(m, "pre_scale", in_features, lead)
     elif "pre_scale" in arrays:
         raise m.error(f"there is a pre_scale, but the scheme {scheme.id} has none: the output would be wrong")
+    tensors.update(_transform_roles(m))
     tensors.update(_input_roles(m, lead))
     if "bias" in arrays:
         bias = arrays["bias"]
@@ -317,6 +319,26 @@ def _vector_f32(m: StoredModule, role: str, size: int, lead: tuple[int, ...]) ->
     vector = stored.reshape(*lead, size).astype(np.float32)
     check_finite(m, role, vector)
     return vector
+
+
+def _transform_roles(m: StoredModule) -> dict[str, Array]:
+    """What transforms the input, in f32, where the scheme says so."""
+    scheme = m.scheme
+    if not scheme.is_transformed:
+        if present := [role for role in TRANSFORM_ROLES if role in m.arrays]:
+            raise m.error(f"there is a {present[0]}, but the scheme {scheme.id} has none: the output would be wrong")
+        return {}
+    left, right = scheme.transform
+    roles = {}
+    for role, shape in zip(TRANSFORM_ROLES, ((left, left), (right, right), (1,)), strict=True):
+        stored = m.get(role)
+        if stored.size != prod(shape):
+            raise m.shape_error(role, list(shape), stored.shape)
+        roles[role] = stored.reshape(shape).astype(np.float32)
+        check_finite(m, role, roles[role])
+    if not 0 < float(roles["clip_ratio"][0]) <= 1:
+        raise m.error(f"clip_ratio is {float(roles['clip_ratio'][0])}, needed more than 0 and at most 1")
+    return roles
 
 
 def _expect(m: StoredModule, role: str, array: Array, shape: tuple[int, ...], dtype: type[np.generic]) -> None:

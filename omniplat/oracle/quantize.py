@@ -28,12 +28,14 @@ def quantize_activation(
     input_scale: Array | float | None = None,
     input_zero_point: Array | int | None = None,
     input_global_scale: Array | float | None = None,
+    clip_ratio: Array | float | None = None,
 ) -> Float64:
     """What is left of `x`, [..., K], after quantization by `quant`: float64, same shape.
 
     Static schemes need `input_scale` (and `input_zero_point` where asymmetric), a multiplier: x = q * scale.
     `input_global_scale` is NVFP4's, a multiplier; without it, it is derived from `x`. Each is one number, or one per
-    expert for stacked `x`, [E, M, K]. The last group along K may be partial. Raises UsageError where a static quantity
+    expert for stacked `x`, [E, M, K]. `clip_ratio` multiplies scales that are derived from `x` by absmax: values beyond
+    the largest code become it. The last group along K may be partial. Raises UsageError where a static quantity
     is missing, InvalidSchemeError for schemes without a definition here (bitsandbytes) and unknown rules.
     """
     base = low_rank_base(quant)
@@ -46,7 +48,7 @@ def quantize_activation(
         level0 = _dual_scale(values)
         return _fake(_divide(values, level0), quant, None) * level0.astype(np.float64)
     if quant.dynamic or quant.second_scale == "global" or quant.scale_format == "e8m0":
-        return _fake(values, quant, input_global_scale)
+        return _fake(values, quant, input_global_scale, clip_ratio)
     if input_scale is None or (not quant.symmetric and input_zero_point is None):
         needed = "input_scale" if quant.symmetric else "input_scale and input_zero_point"
         raise UsageError(f"{activation_id(quant)} needs {needed}")
@@ -197,7 +199,12 @@ def _represented(codes: Float64, grid: Grid) -> Float64:
     return represented
 
 
-def _fake(values: Array, quant: TensorQuant, input_global_scale: Array | float | None) -> Float64:
+def _fake(
+    values: Array,
+    quant: TensorQuant,
+    input_global_scale: Array | float | None,
+    clip_ratio: Array | float | None = None,
+) -> Float64:
     global_scale: Array | None = None
     if quant.second_scale == "global":
         if input_global_scale is None:
@@ -206,6 +213,10 @@ def _fake(values: Array, quant: TensorQuant, input_global_scale: Array | float |
             global_scale = _leading(input_global_scale, values.ndim + 1, np.asarray(input_global_scale).dtype)
     tiles, axes = _tile(values, quant, per_matrix=False)
     grid = _fit(tiles, axes, quant, global_scale)
+    if clip_ratio is not None:
+        if quant.scale_format == "e8m0" or not quant.symmetric or quant.second_scale or grid.inverse is not None:
+            raise InvalidSchemeError(activation_id(quant), "has no scale that a clipping ratio multiplies")
+        grid = Grid(grid.scale * np.float32(np.asarray(clip_ratio).reshape(())), grid.stored)
     return _untile(_represented(_round(tiles, grid, quant), grid), quant, values.shape)
 
 

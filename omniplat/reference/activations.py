@@ -44,7 +44,8 @@ class Quantized:
 def quantize_activation(x: torch.Tensor, quant: TensorQuant | None, tensors: Mapping[str, torch.Tensor]) -> Quantized:
     """Quantize `x`, float32 [M, K] with M > 0, by `quant`; x itself for None.
 
-    `tensors` provides `input_scale`, `input_zero_point` and `input_global_scale` where the scheme is static.
+    `tensors` provides `input_scale`, `input_zero_point` and `input_global_scale` where the scheme is static, and maybe
+    `clip_ratio`, which multiplies scales per token.
     Raises InvalidCheckpointError when one of them is missing, InvalidSchemeError for an unknown rule.
     """
     if quant is None:
@@ -63,6 +64,10 @@ def quantize_activation(x: torch.Tensor, quant: TensorQuant | None, tensors: Map
     inverse: torch.Tensor | None = None
     if quant.dynamic:
         scale, zero, inverse = _whole_rows(x, quant)
+        if "clip_ratio" in tensors:
+            if zero is not None or inverse is not None:
+                raise InvalidSchemeError(activation_id(quant), "has no scale that a clipping ratio multiplies")
+            scale = scale * tensors["clip_ratio"]
     else:
         scale, zero = _static(quant, tensors)
     codes = _codes(x, scale, zero, quant, inverse)

@@ -47,10 +47,13 @@ def linear(
 
 
 def quantize_input(x: torch.Tensor, scheme: Scheme, tensors: Tensors) -> Quantized:
-    """`x` [M, K], M > 0, as the layer sees it: smoothed, then quantized as the scheme says."""
+    """`x` [M, K], M > 0, as the layer sees it: smoothed, transformed, then quantized as the scheme says."""
     values = x.to(torch.float32)
     if "pre_scale" in tensors:
         values = values * tensors["pre_scale"]
+    if scheme.is_transformed:
+        matrices = values.view(-1, *scheme.transform) @ tensors["right_transform"]
+        values = (tensors["left_transform"].t() @ matrices).reshape(values.shape)
     return quantize_activation(values, scheme.activation, tensors)
 
 
@@ -205,6 +208,7 @@ def runs_in_bf16(scheme: Scheme, codes: torch.Tensor, bias: torch.Tensor | None)
     bf16, activation = torch.bfloat16, scheme.activation
     return (
         not scheme.pre_scale
+        and not scheme.is_transformed
         and (bias is None or bias.dtype == bf16)
         and is_exact_in_bf16(scheme.weight, codes.dtype)
         and (activation is None or is_exact_in_bf16(activation, bf16))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omniplat.backend import BackendSpec
-from omniplat.capability import Capability
+from omniplat.capability import Capability, ShapeRule
 
 #: Weights whose values the row decoder of `decode.py` knows.
 _QUANTIZED = (
@@ -55,6 +55,7 @@ SPEC = BackendSpec(
             weights=_QUANTIZED,
             activations=_ACTIVATIONS,
             priority=10,
+            transforms=(ShapeRule("left"), ShapeRule("right")),
             impl=f"{_KERNELS}:DequantLinear",
             variants=("f32-row-tiles", "bf16-row-tiles"),
         ),

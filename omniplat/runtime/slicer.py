@@ -85,6 +85,8 @@ def take_columns(weight: CanonicalWeight, columns: range) -> CanonicalWeight:
     """
     if columns == range(weight.in_features):
         return weight
+    if weight.scheme.is_transformed:
+        raise UsageError("columns of a transformed input cannot be cut: every one of them depends on all")
     for unit, what in quant_units(weight.scheme.weight):
         if what != "group" or "group_index" not in weight.tensors:
             _check(columns, weight.in_features, unit, f"columns, in a {what} of {unit}")

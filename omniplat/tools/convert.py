@@ -31,6 +31,7 @@ from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.errors import InvalidCheckpointError, UsageError
 from omniplat.formats.resolved import ResolvedModule
 from omniplat.oracle import dequantize
+from omniplat.oracle.linear import untransformed
 from omniplat.reading import TensorReader, read_canonical
 from omniplat.roworder import AS_IS
 
@@ -260,6 +261,7 @@ def dequantized_rows(module: ResolvedModule, reader: TensorReader) -> Iterator[A
         step = max(unit, _CHUNK // 8 // max(weight.in_features, 1) // unit * unit)
         for start in range(0, weight.out_features, step):
             values = dequantize(_rows(weight, start, min(start + step, weight.out_features), unit))
+            values = untransformed(values, weight)
             yield values if pre_scale is None else values * pre_scale.astype(np.float64)
 
 

@@ -123,14 +123,62 @@ def test_names_of_another_model_match_nothing(tmp_path: Path) -> None:
     assert only(found, "rule-matches-nothing").severity == "error"
 
 
-@pytest.mark.parametrize("kind", ["W4A4_FLATQUANT_DYNAMIC", "W8A8_FLATQUANT", "W8A8_SVD_DYNAMIC", "W8A8_TIMESTEP"])
+FLATQUANT: dict[str, Any] = {
+    "m.left_trans": ("F32", (8, 8)), "m.right_trans": ("BF16", (16, 16)), "m.clip_ratio": ("F32", (1,))
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["W8A8_FLATQUANT", "W8A8_SVD_DYNAMIC", "W8A8_TIMESTEP", "W4A4_MXFP4_FLATQUANT"])
 def test_transformed_types_plan_as_unsupported_with_the_reason(tmp_path: Path, kind: str) -> None:
-    tensors = static("m", 64, 128) if "DYNAMIC" not in kind else int8("m", 64, 128)
+    tensors: dict[str, Any] = static("m", 64, 128) if "DYNAMIC" not in kind else int8("m", 64, 128)
+    if "MXFP4" in kind:
+        tensors = {"m.weight": ("U8", (64, 64)), "m.weight_scale": ("U8", (64, 4))}
     if "FLATQUANT" in kind:
-        tensors |= {"m.left_trans": ("F32", (8, 8)), "m.right_trans": ("F32", (16, 16)), "m.clip_ratio": ("F32", (1,))}
+        tensors |= FLATQUANT
     found = resolve(tmp_path, None, tensors, files=described(kind))
     assert found.modules[0].status == "unsupported"
     assert only(found, "unsupported-option").severity == "error"
+    if "FLATQUANT" in kind:
+        assert "int4 per token only" in only(found, "unsupported-option").message
+
+
+def test_flatquant_is_a_scheme_with_a_transform(tmp_path: Path) -> None:
+    found = resolve(tmp_path, None, {**int8("m", 64, 128), **FLATQUANT}, files=described("W4A4_FLATQUANT_DYNAMIC"))
+    module = found.modules[0]
+    assert module.status == "ok"
+    assert (module.scheme.id, module.scheme.transform) == ("int4-channel/int4-token", (8, 16))
+    assert set(FLATQUANT) <= {info.name for info in module.tensors.values()}
+    assert codes(found) == []
+
+
+@pytest.mark.parametrize("name", FLATQUANT)
+def test_half_a_transform_is_none(tmp_path: Path, name: str) -> None:
+    tensors = {key: info for key, info in FLATQUANT.items() if key != name}
+    found = resolve(tmp_path, None, {**int8("m", 64, 128), **tensors}, files=described("W4A4_FLATQUANT_DYNAMIC"))
+    assert found.modules[0].status == "invalid"
+    assert name.removeprefix("m.") in only(found, "missing-tensor").message
+
+
+def test_matrices_beside_what_metadata_does_not_call_transformed(tmp_path: Path) -> None:
+    tensors = {"m.weight": ("F8_E4M3", (64, 128)), "m.weight_scale": ("U8", (64, 4)), **FLATQUANT}
+    found = resolve(tmp_path, None, tensors, files=described("W8A8_MXFP8"))
+    assert found.modules[0].status == "unsupported"
+
+
+def test_a_transform_that_metadata_names_has_to_be_there(tmp_path: Path) -> None:
+    """Without its matrices the weight means something else."""
+    found = resolve(tmp_path, None, int8("m", 64, 128), files=described("W4A4_FLATQUANT_DYNAMIC"))
+    assert found.modules[0].status == "invalid"
+
+
+@pytest.mark.parametrize(
+    "changed", [{"m.left_trans": ("F32", (8, 16))}, {"m.left_trans": ("F32", (4, 4))}, {"m.clip_ratio": ("F32", (2,))}]
+)
+def test_matrices_have_to_fit(tmp_path: Path, changed: dict[str, Any]) -> None:
+    tensors = {**int8("m", 64, 128), **FLATQUANT, **changed}
+    found = resolve(tmp_path, None, tensors, files=described("W4A4_FLATQUANT_DYNAMIC"))
+    assert found.modules[0].status == "invalid"
+    assert "do not fit K = 128" in only(found, "tensors-contradict-config").message
 
 
 def test_transformation_tensors_alone_are_enough(tmp_path: Path) -> None:

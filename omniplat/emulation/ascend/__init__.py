@@ -12,6 +12,7 @@ from omniplat.emulation.ascend.quantize import (
     dtype_cast,
     dynamic_block_quant,
     dynamic_quant,
+    kronecker_quant,
     quantize,
     trans_quant_param,
 )
@@ -28,6 +29,7 @@ OPERATORS: Mapping[str, Callable[..., Any]] = {
     "npu::npu_quantize": quantize,
     "npu::npu_dynamic_quant": dynamic_quant,
     "npu::npu_dynamic_block_quant": dynamic_block_quant,
+    "npu::npu_kronecker_quant": kronecker_quant,
     "npu::npu_dynamic_mx_quant": dynamic_mx_quant,
     "npu::npu_dynamic_dual_level_mx_quant": dynamic_dual_level_mx_quant,
     "npu::npu_quant_matmul": quant_matmul,

@@ -124,6 +124,46 @@ def dynamic_block_quant(
     return torch.nan_to_num(scaled, nan=0.0).to(fmt), scale
 
 
+def kronecker_quant(
+    emulation: Emulation,
+    x: torch.Tensor,
+    kronecker_p1: torch.Tensor,
+    kronecker_p2: torch.Tensor,
+    clip_ratio: float | None = None,
+    dst_dtype: int | None = None,
+    dst_type_max: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """npu_kronecker_quant to int4: P1 @ (x @ P2) of every matrix of x [M, A, B], as int32 [M, A, B/8] and f32 [M].
+
+    By the kernel of hicann/ops-nn: the inner product is rounded to the input's dtype, the outer one to f16; the scale
+    is amax * clip / 7, codes are rint(value * (7 / clip / amax)), saturating.
+    """
+    op = "npu_kronecker_quant"
+    require = emulation.require
+    fmt = element(emulation, op, dst_dtype, torch.int32)
+    require(op, fmt in (torch.int32, FP4), f"dst_dtype {dst_dtype} is not possible")
+    if fmt == FP4 or dst_type_max:
+        raise NotImplementedError(f"{op}: fp4, for which the kernel does not read clip_ratio, is not emulated")
+    clip = 1.0 if clip_ratio is None else clip_ratio
+    require(op, x.dim() == 3 and x.dtype in _HALF, f"x is {x.dtype} {list(x.shape)}, needed 16 bits [M, A, B]")
+    rows, left, right = x.shape
+    require(op, 0 < rows <= 262144, f"x has {rows} matrices")
+    require(op, 0 < left <= 256 and 0 < right <= 256, f"matrices of {left} x {right}: at most 256")
+    require(op, right % 8 == 0, f"the last axis is {right}, needed a multiple of 8")
+    for name, matrix, size in (("kronecker_p1", kronecker_p1, left), ("kronecker_p2", kronecker_p2, right)):
+        fits = matrix.dtype == x.dtype and tuple(matrix.shape) == (size, size)
+        require(op, fits, f"{name} is {matrix.dtype} {list(matrix.shape)}, needed {x.dtype} [{size}, {size}]")
+    require(op, 0 < clip <= 1, f"clip_ratio {clip} is not in (0, 1]")
+    inner = (x.to(torch.float32) @ kronecker_p2.to(torch.float32)).to(x.dtype).to(torch.float32)
+    outer = (kronecker_p1.to(torch.float32) @ inner).to(torch.float16).to(torch.float32).flatten(1)
+    amax = outer.abs().amax(1)
+    ratio = torch.tensor(clip, dtype=torch.float32)
+    seven = torch.tensor(_TOP[INT4])
+    factor = torch.where(amax == 0, seven, (seven / ratio) / torch.where(amax == 0, 1.0, amax))
+    codes = torch.round(outer * factor.unsqueeze(1)).clamp(-8, 7).to(torch.int8)
+    return pack_int4(codes).view(rows, left, right // 8), amax * ratio / seven
+
+
 def quantize(
     emulation: Emulation,
     input: torch.Tensor,

@@ -43,6 +43,10 @@ SCHEMAS: tuple[OpSchema, ...] = (
         "row_block_size=1, int col_block_size=128, float dst_type_max=0.) -> (Tensor y, Tensor scale)",
     ),
     _npu(
+        "npu_kronecker_quant(Tensor x, Tensor kronecker_p1, Tensor kronecker_p2, float? clip_ratio=None, int? "
+        "dst_dtype=None, float? dst_type_max=None) -> (Tensor out, Tensor quant_scale)",
+    ),
+    _npu(
         'npu_dynamic_mx_quant(Tensor input, *, int axis=-1, str round_mode="rint", int dst_type=296, int '
         "block_size=32, int? scale_alg=0, float dst_type_max=0.) -> (Tensor, Tensor)",
         versions="<2.13",

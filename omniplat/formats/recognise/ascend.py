@@ -4,9 +4,18 @@ fp4 numbers in wider containers, second-level scales, and smoothing vectors."""
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from omniplat.checkpoint.tensors import TensorInfo
-from omniplat.formats.recognise.draft import E8M0_DTYPES, Draft, Stored, grouped, misfit
+from omniplat.formats.recognise.draft import (
+    E8M0_DTYPES,
+    NOT_TRANSFORMED,
+    TRANSFORM_LEAVES,
+    Draft,
+    Stored,
+    grouped,
+    misfit,
+)
 from omniplat.scheme import TensorQuant, parse_weight_id
 
 #: Leaves that only msModelSlim puts beside an int8 tensor.
@@ -14,7 +23,6 @@ MARKS = frozenset({"weight_offset", "deq_scale", "scale_bias", "weight_scale_sec
 
 #: Leaves of transformations that happen to the input at run time, and what they do.
 _TRANSFORMATIONS = (
-    (("left_trans", "right_trans", "clip_ratio"), "FlatQuant transforms and clips the input at run time"),
     (("heads_rotation", "kronecker_rotation_m"), "QuaRot rotates the input at run time"),
     (("svd_lowrank_l1", "svd_lowrank_l2"), "a low-rank residual is added to the output"),
 )
@@ -34,9 +42,33 @@ def transformation(draft: Draft) -> str:
 def container8(draft: Draft, weight: TensorInfo) -> Stored:
     """int8 [N, K], or int4 in int8: one code a byte, [N/2, K] packed along N, [N, K/2] along K."""
     is_static = "deq_scale" in draft.leaves
+    matrices = _transform(draft)
     stored = _with_dequantization_scale(draft, weight) if is_static else _dynamic(draft, weight)
+    if matrices and stored.complete:
+        stored = _transformed(stored, matrices, is_static)
     reason = transformation(draft)
     return replace(stored, unsupported=reason) if reason else stored
+
+
+def _transform(draft: Draft) -> list[TensorInfo]:
+    """FlatQuant's tensors that are there: all of them are missing or required, as metadata or one of them says."""
+    if not draft.is_transformed:
+        return []
+    taken = [draft.take(role, leaf, required=True) for role, leaf in TRANSFORM_LEAVES.items()]
+    return [info for info in taken if info is not None]
+
+
+def _transformed(stored: Stored, matrices: list[TensorInfo], is_static: bool) -> Stored:
+    """int4 rows under inputs of int4 per token are what the transform has a definition for."""
+    left, right, clip = matrices
+    sizes = (left.shape[0], right.shape[0]) if left.shape and right.shape else (0, 0)
+    square = left.shape == (sizes[0],) * 2 and right.shape == (sizes[1],) * 2
+    if not square or sizes[0] * sizes[1] != stored.in_features or prod(clip.shape) != 1:
+        shapes = f"left_trans {list(left.shape)}, right_trans {list(right.shape)}, clip_ratio {list(clip.shape)}"
+        return replace(stored, problem=f"{shapes} do not fit K = {stored.in_features}")
+    if is_static or stored.weight is None or stored.weight.element != "int4":
+        return replace(stored, unsupported=NOT_TRANSFORMED)
+    return replace(stored, transform=sizes)
 
 
 def _with_dequantization_scale(draft: Draft, weight: TensorInfo) -> Stored:

@@ -59,6 +59,7 @@ class Stored:
     group_problem: str = ""
     experts: int = 0
     pre_scale: bool = False
+    transform: tuple[int, int] = (0, 0)
     unsupported: str = ""
 
     @property
@@ -68,6 +69,16 @@ class Stored:
     @property
     def quantized(self) -> bool:
         return self.weight is None or self.weight.element != "bf16"
+
+
+#: FlatQuant's tensors by role: an input row as a matrix is multiplied from both sides, and its scale clipped.
+TRANSFORM_LEAVES = {"left_transform": "left_trans", "right_transform": "right_trans", "clip_ratio": "clip_ratio"}
+#: Why a weight beside them is not run.
+NOT_TRANSFORMED = (
+    "left_trans, right_trans, clip_ratio: inputs are transformed for int4 weights and inputs of int4 per token only; "
+    "fp4 ones are clipped by clip_ratio where they are made, and not by the device's operator, so that what is meant "
+    "is open"
+)
 
 
 @dataclass(slots=True)
@@ -99,6 +110,12 @@ class Draft:
         return decoded_shapes(self.values.get(STATED_SHAPES, b""))
 
     @property
+    def is_transformed(self) -> bool:
+        """Metadata says that inputs are transformed, or something that transforms them lies beside the weight."""
+        said = self.hint is not None and self.hint.transformed
+        return said or not self.leaves.keys().isdisjoint(TRANSFORM_LEAVES.values())
+
+    @property
     def hinted(self) -> TensorQuant | None:
         return self.hint.scheme.weight if self.hint is not None and self.hint.quantizes else None
 
@@ -118,7 +135,8 @@ class Draft:
         self.take("pre_scale", "pre_quant_scale", "mul_scale", "_weight_act_pre_scale", "weight:act_pre_scale")
         self.take("marker", "comfy_quant")
         activation = self.hint.scheme.activation if self.hint is not None else None
-        if weight is not None and weight.element != "bf16":
+        is_quantized = weight is not None and weight.element != "bf16"
+        if is_quantized:
             self._take_input_scales(activation)
         used = set(self.roles.values())
         unexplained = tuple(name for name in self.leaves if name in QUANT_LEAVES and name not in used)
@@ -129,6 +147,8 @@ class Draft:
         if weight is not None and weight.element in ("int4", "uint4") and k % 2:
             unsupported = f"K = {k} is odd: 4-bit codes are kept two to a byte"
         ordered = "group_index" in self.roles and (packing == "int32_k" or bool(self.hint and self.hint.act_order))
+        if is_quantized and self.is_transformed and not TRANSFORM_LEAVES.keys() & self.roles.keys():
+            unsupported = NOT_TRANSFORMED
         storage = Storage(packing, container, zero_offset, divisor, act_order=ordered)
         return Stored(
             weight,

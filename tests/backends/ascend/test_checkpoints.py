@@ -66,6 +66,16 @@ def int4(packed: bool) -> dict[str, Array]:
     return arrays
 
 
+def flatquant(clip: float = 0.9) -> dict[str, Array]:
+    """Matrices near rotations; rows of an input are matrices of 16 x 32."""
+    sizes = {"left": 16, "right": 32}
+    arrays: dict[str, Array] = {
+        f"m.{side}_trans": (np.linalg.qr(random.standard_normal((n, n)))[0] * 1.1).astype(np.float32)
+        for side, n in sizes.items()
+    }
+    return {**int4(packed=False), **arrays, "m.clip_ratio": np.array([clip], np.float32)}
+
+
 def mxfp8() -> dict[str, Array]:
     return {
         "m.weight": random.standard_normal((N, K)).astype(ml_dtypes.float8_e4m3fn),
@@ -130,6 +140,8 @@ def check(folder: Path, emulation: Emulation, kernel: str, prefer: str = "memory
         ("W8A16", int8(), "npu:a2", "weight_quant_batchmatmul_int8"),
         ("W4A16", int4(packed=True), "npu:a2", "weight_quant_batchmatmul_int4"),
         ("W4A4_DYNAMIC", int4(packed=False), "npu:a3", "quant_matmul_int4"),
+        *(("W4A4_FLATQUANT_DYNAMIC", flatquant(), f"npu:{arch}", "quant_matmul_int4") for arch in ("a2", "a3", "a5")),
+        ("W4A4_FLATQUANT_DYNAMIC", smoothed(flatquant(1.0)), "npu:a2", "quant_matmul_int4"),
         ("W4A8_DYNAMIC", int4(packed=False), "npu:a2", "weight_quant_batchmatmul_int4"),
         ("WFP8AFP8_DYNAMIC", fp8(), "npu:a5", "quant_matmul_fp8"),
         ("W8A8_MXFP8", mxfp8(), "npu:a5", "quant_matmul_mxfp8"),

@@ -243,6 +243,55 @@ def test_wrong_block_calls_fail(arch: str, changes: dict[str, Any], problem: str
         torch.ops.npu.npu_dynamic_block_quant(**arguments)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("clip", [None, 1.0, 0.7848])
+def test_kronecker_quantization_follows_the_kernel(dtype: torch.dtype, clip: float | None) -> None:
+    """P1 @ (x @ P2) with the roundings of the kernel; what is clipped saturates; a matrix of zeros has no scale."""
+    x = edgy(9, 96).to(dtype).view(9, 6, 16)
+    rng = np.random.default_rng(8)
+    p1, p2 = (torch.from_numpy(rng.standard_normal((n, n)) / 4).to(dtype) for n in (6, 16))
+    x[4] = 0.0
+    with emulate("npu:a2"):
+        packed, scale = torch.ops.npu.npu_kronecker_quant(x, p1, p2, clip_ratio=clip, dst_dtype=torch.int32)
+    assert packed.shape == (9, 6, 2)
+    inner = (x.float() @ p2.float()).to(dtype).float()
+    values = (p1.float() @ inner).to(torch.float16).float().flatten(1).numpy()
+    amax = np.abs(values).max(1)
+    ratio = np.float32(1.0 if clip is None else clip)
+    np.testing.assert_array_equal(scale.numpy(), amax * ratio / np.float32(7))
+    factor = np.float32(7) / ratio / np.where(amax == 0, np.float32(1), amax)
+    wanted = np.clip(np.rint(values * factor[:, None]), -8, 7)
+    np.testing.assert_array_equal(unpack_int4(packed).flatten(1).numpy(), wanted)
+    assert (np.abs(wanted).max(1)[amax > 0] >= 7).all()
+    assert not wanted[4].any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"x": torch.zeros((2, 128), dtype=torch.bfloat16)}, "x is"),
+        ({"x": torch.zeros((2, 8, 16))}, "x is"),
+        ({"x": torch.zeros((2, 8, 12), dtype=torch.bfloat16)}, "multiple of 8"),
+        ({"x": torch.zeros((2, 257, 16), dtype=torch.bfloat16)}, "at most 256"),
+        ({"kronecker_p1": torch.zeros((16, 16), dtype=torch.bfloat16)}, "kronecker_p1 is"),
+        ({"kronecker_p2": torch.zeros((16, 16))}, "kronecker_p2 is"),
+        ({"clip_ratio": 0.0}, "clip_ratio"),
+        ({"clip_ratio": 1.5}, "clip_ratio"),
+        ({"dst_dtype": 292}, "dst_dtype"),
+    ],
+)
+def test_wrong_kronecker_calls_fail(changes: dict[str, Any], problem: str) -> None:
+    half = torch.bfloat16
+    arguments: dict[str, Any] = {
+        "x": torch.zeros((2, 8, 16), dtype=half),
+        "kronecker_p1": torch.zeros((8, 8), dtype=half),
+        "kronecker_p2": torch.zeros((16, 16), dtype=half),
+        **changes,
+    }
+    with emulate("npu:a2"), pytest.raises(VendorError, match=problem):
+        torch.ops.npu.npu_kronecker_quant(**arguments)
+
+
 def test_rows_of_zeros_have_no_scale() -> None:
     for arch in ("a2", "a5"):
         with emulate(f"npu:{arch}"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omniplat.capability import Capability, multiples
+from omniplat.capability import Capability, ShapeRule, multiples
 from omniplat_ascend.capabilities.common import (
     HALF,
     INT4_GROUPED,
@@ -67,6 +67,7 @@ CAPABILITIES = (
         accumulator="int32",
         priority=40,
         bias=False,
+        transforms=(ShapeRule("left", maximum=256), ShapeRule("right", multiple_of=8, maximum=256)),
         impl=f"{LINEAR}:Int4Linear",
     ),
     Capability(

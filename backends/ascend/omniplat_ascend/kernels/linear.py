@@ -9,12 +9,13 @@ from typing import ClassVar
 
 import torch
 
+from omniplat.canonical import TRANSFORM_ROLES
 from omniplat.capability import Capability
 from omniplat.errors import InvalidCheckpointError
 from omniplat.layer import LayerSpec
 from omniplat.runtime.declared import require_declared
 from omniplat.runtime.kernel import LinearKernel, Prepared
-from omniplat.runtime.tensors import WeightTensors
+from omniplat.runtime.tensors import DTYPES, WeightTensors
 from omniplat.scheme import Scheme
 from omniplat_ascend.kernels import layouts, ops
 from omniplat_ascend.kernels.products import ROUND_MODES
@@ -23,12 +24,17 @@ from omniplat_ascend.spec import SPEC
 
 @dataclass(frozen=True, slots=True)
 class AscendConfig:
-    """Names of the prepared tensors in the order of the operator's list, and how the device rounds activations."""
+    """Names of the prepared tensors in the order of the operator's list, and how the device rounds activations.
+
+    `clip_ratio` is that of a transformed input, as text: a compiler takes a float for an input that varies; "" where
+    inputs are not transformed.
+    """
 
     names: tuple[str, ...]
     rounding: str
     out_features: int
     in_features: int
+    clip_ratio: str = ""
 
 
 def capability_named(name: str) -> Capability:
@@ -56,7 +62,8 @@ class AscendLinear(LinearKernel[AscendConfig]):
         if "pre_scale" in weight.tensors:
             tensors["pre_scale"] = weight.tensors["pre_scale"].to(torch.float32).reshape(-1).contiguous()
         rounding = device_rounding(self.name, weight.scheme)
-        config = AscendConfig(tuple(tensors), rounding, weight.out_features, weight.in_features)
+        clip = repr(float(weight.tensors["clip_ratio"])) if weight.scheme.is_transformed else ""
+        config = AscendConfig(tuple(tensors), rounding, weight.out_features, weight.in_features, clip)
         return Prepared(tensors, config)
 
     @abstractmethod
@@ -73,8 +80,8 @@ class AscendLinear(LinearKernel[AscendConfig]):
         workspace: torch.Tensor | None,
     ) -> torch.Tensor:
         held = [tensors[name] for name in config.names]
-        names, rounding = list(config.names), config.rounding
-        return ops.linear(x, held, bias, names, self.product, rounding, config.out_features, out_dtype)
+        names, rounding, clip = list(config.names), config.rounding, config.clip_ratio
+        return ops.linear(x, held, bias, names, self.product, rounding, clip, config.out_features, out_dtype)
 
 
 class Int8Linear(AscendLinear):
@@ -119,13 +126,19 @@ class Int8StaticLinear(AscendLinear):
 
 
 class Int4Linear(AscendLinear):
-    """int4 by int4: weights with one scale per row, activations with one per token."""
+    """int4 by int4: weights with one scale per row, activations with one per token, which may be transformed before."""
 
     name: ClassVar[str] = "quant_matmul_int4"
     product: ClassVar[str] = "int4_dynamic"
+    roles: ClassVar[tuple[str, ...]] = (*AscendLinear.roles, *TRANSFORM_ROLES)
 
     def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
-        return {"codes": layouts.nibble_words(weight), "scale": layouts.row_scale(weight)}
+        tensors = {"codes": layouts.nibble_words(weight), "scale": layouts.row_scale(weight)}
+        if weight.scheme.is_transformed:
+            dtype = DTYPES[spec.dtype]
+            tensors["left"] = weight.tensors["left_transform"].t().to(dtype).contiguous()
+            tensors["right"] = weight.tensors["right_transform"].to(dtype).contiguous()
+        return tensors
 
 
 class Fp8Linear(AscendLinear):

@@ -12,7 +12,7 @@ import torch
 
 from omniplat.runtime.operators import experts_fake, new_library, register
 from omniplat_ascend.kernels.experts import EXPERTS, experts
-from omniplat_ascend.kernels.products import PRODUCTS
+from omniplat_ascend.kernels.products import PRODUCTS, int4_transformed
 
 _LIBRARY = new_library()
 #: Where the operators run: the device, and the CPU under an emulation.
@@ -26,13 +26,18 @@ def _linear(
     names: Sequence[str],
     product: str,
     rounding: str,
+    clip_ratio: str,
     out_features: int,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if rows.shape[0] == 0:
         return x.new_empty((*x.shape[:-1], out_features), dtype=out_dtype)
-    y = PRODUCTS[product](rows, dict(zip(names, tensors, strict=True)), bias, rounding, out_dtype)
+    held = dict(zip(names, tensors, strict=True))
+    if clip_ratio:
+        y = int4_transformed(rows, held, float(clip_ratio), out_dtype)
+    else:
+        y = PRODUCTS[product](rows, held, bias, rounding, out_dtype)
     return y.view(*x.shape[:-1], out_features)
 
 
@@ -43,6 +48,7 @@ def _linear_fake(
     names: Sequence[str],
     product: str,
     rounding: str,
+    clip_ratio: str,
     out_features: int,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
@@ -80,12 +86,14 @@ def linear(
     names: Sequence[str],
     product: str,
     rounding: str,
+    clip_ratio: str,
     out_features: int,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`x` [..., K] through one of `PRODUCTS` to [..., N] in `out_dtype`."""
+    """`x` [..., K] through one of `PRODUCTS` to [..., N] in `out_dtype`; transformed before where there is a
+    `clip_ratio`."""
     y: torch.Tensor = torch.ops.omniplat.ascend_linear(
-        x, tensors, bias, names, product, rounding, out_features, out_dtype
+        x, tensors, bias, names, product, rounding, clip_ratio, out_features, out_dtype
     )
     return y
 
@@ -113,7 +121,7 @@ def moe(
 register(
     _LIBRARY,
     "ascend_linear(Tensor x, Tensor[] tensors, Tensor? bias, str[] names, str product, str rounding, "
-    "int out_features, ScalarType out_dtype) -> Tensor",
+    "str clip_ratio, int out_features, ScalarType out_dtype) -> Tensor",
     dict.fromkeys(_KEYS, _linear),
     _linear_fake,
 )

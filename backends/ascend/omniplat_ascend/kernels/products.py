@@ -84,6 +84,32 @@ def int4_dynamic(
     return y
 
 
+#: Matrices that npu_kronecker_quant takes at once.
+_KRONECKER_ROWS = 262144
+
+
+def int4_transformed(x: torch.Tensor, tensors: Tensors, clip_ratio: float, out_dtype: torch.dtype) -> torch.Tensor:
+    """As `int4_dynamic`, of inputs [M, A * B] that one operator multiplies by `left` [A, A] and `right` [B, B] and
+    quantizes. Both have the input's dtype, and the result is rounded to f16 before it is quantized."""
+    left, right = tensors["left"], tensors["right"]
+    codes, scales = [], []
+    matrices = _smoothed(x, tensors).to(x.dtype).view(-1, left.shape[0], right.shape[0])
+    for part in torch.split(matrices, _KRONECKER_ROWS):
+        quantized, scale = torch.ops.npu.npu_kronecker_quant(
+            part, left, right, clip_ratio=clip_ratio, dst_dtype=torch.int32
+        )
+        codes.append(quantized)
+        scales.append(scale)
+    y: torch.Tensor = torch.ops.npu.npu_quant_matmul(
+        torch.cat(codes).view(x.shape[0], -1),
+        tensors["codes"].t(),
+        tensors["scale"],
+        pertoken_scale=torch.cat(scales),
+        output_dtype=out_dtype,
+    )
+    return y
+
+
 def fp8_dynamic(
     x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None, rounding: str, out_dtype: torch.dtype
 ) -> torch.Tensor:
