@@ -50,7 +50,8 @@ def plan(
     method: str | None = None,
     scan_scales: bool = False,
 ) -> Plan:
-    """What runs every layer of `checkpoint` on `device`, and why. Reads headers only; needs no torch.
+    """What runs every layer of `checkpoint` on `device`, and why. Reads headers, and scales where they alone decide
+    whether a layer of a checkpoint on disk runs at all; needs no torch.
 
     `checkpoint` is a path or, where no such path exists, an id of the Hugging Face Hub (`org/name`, extra `hub`), of
     which `revision` is a branch, tag or commit. `method` (a dialect, a weight id or its stem) confirms what is stored:
@@ -73,7 +74,7 @@ def plan(
         prefer=prefer,
         engine=engine,
         revision=revision,
-        scan="all" if scan_scales else "none",
+        scan="all" if scan_scales else "decisive" if os.path.lexists(checkpoint) else "none",
     )
     if method is not None:
         require_method(planned.plan, method)

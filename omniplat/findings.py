@@ -46,7 +46,10 @@ _CODES: dict[str, tuple[str, str]] = {
     "activation-regrouped": ("note", "executes with activations of another granularity than declared"),
     "unsupported-combination": ("error", "no kernel accepts the layer; the trace has one reason per kernel"),
     "scale-not-finite": ("error", "a scale is NaN or infinite, or 0 above codes that are not"),
-    "reencode-refused": ("warning", "scales span too many binades for the planned re-encoding"),
+    "reencode-refused": (
+        "warning",
+        "scales span too many binades for the planned re-encoding; an error without another",
+    ),
     "engine-cannot-load": ("error", "the named engine's loader cannot deliver a tensor"),
     "unknown-family": ("note", "no packing table for this model: planned unfused"),
     "model-advice": ("warning", "a known sensitivity of the model, with its source"),

@@ -111,6 +111,7 @@ class LayerPlanner:
         self._below = tensors_below(names, stored) if stored else {}
         self._matches: dict[tuple[LayerSpec, frozenset[tuple[str, int]]], Match] = {}
         self._notes: dict[tuple[str, str], list[str]] = defaultdict(list)
+        self._severities: dict[tuple[str, str], str] = {}
 
     def plan(self, layer: PackedLayer) -> PlannedLayer:
         spec, modules = layer.spec, layer.modules
@@ -255,8 +256,9 @@ class LayerPlanner:
         if self._preflight is None:
             return {}
         target = self._target
-        chosen = self._match(rank_spec(layer.spec, layer.split, target.tp, target.ep)).chosen
-        found = self._preflight.scan(layer, chosen.capability.via if chosen is not None else "")
+        outcome = self._match(rank_spec(layer.spec, layer.split, target.tp, target.ep))
+        via = outcome.chosen.capability.via if outcome.chosen is not None else ""
+        found = self._preflight.scan(layer, via, outcome.alternative is not None)
         for module, problem in found.problems.items():
             self._notes["scale-not-finite", problem].append(module)
         return found.spans
@@ -277,6 +279,8 @@ class LayerPlanner:
             f"{instead} runs it"
         )
         self._notes["reencode-refused", message] += [module.name for module in layer.modules]
+        if chosen is None:
+            self._severities["reencode-refused", message] = "error"
 
     def _note_faster(self, layer: PackedLayer, faster: Candidate, stored: int, resident: int) -> None:
         """What the other preference would choose, and what it would cost."""
@@ -324,7 +328,14 @@ class LayerPlanner:
     def findings(self) -> list[Finding]:
         component = self._packed.layers[0].spec.component if self._packed.layers else ""
         return [
-            finding(code, message, component=component, modules=names, fix=self._fix if code == _NO_KERNEL else "")
+            finding(
+                code,
+                message,
+                severity=self._severities.get((code, message), ""),
+                component=component,
+                modules=names,
+                fix=self._fix if code == _NO_KERNEL else "",
+            )
             for (code, message), names in sorted(self._notes.items())
         ]
 

@@ -53,8 +53,9 @@ class ScaleScan:
     problems: Mapping[str, str] = field(default_factory=dict)
 
 
-#: Of which layers the scales are read: of none, of those whose kernel depends on their values, of all.
-Scan = Literal["none", "needed", "all"]
+#: Of which layers the scales are read: of none; of those whose kernel depends on their values and that have no other
+#: one; of all whose kernel depends on them; of all.
+Scan = Literal["none", "decisive", "needed", "all"]
 
 
 class Preflight:
@@ -64,11 +65,12 @@ class Preflight:
         self._reader = reader
         self._scan = scan
 
-    def scan(self, layer: PackedLayer, target: str) -> ScaleScan:
+    def scan(self, layer: PackedLayer, target: str, has_alternative: bool) -> ScaleScan:
         """What the layer's scales hold; nothing where they are not to be read. `target` is the weight id as which the
-        layer would be re-encoded, or ""."""
+        layer would be re-encoded, or ""; `has_alternative` says that another kernel runs whatever the scales are."""
         limited = any(span_limit(module.scheme.weight_id, target) is not None for module in layer.modules)
-        if self._scan == "all" or (self._scan == "needed" and limited):
+        wanted = self._scan == "needed" or (self._scan == "decisive" and not has_alternative)
+        if self._scan == "all" or (wanted and limited):
             return scan_layer(layer, self._reader)
         return ScaleScan()
 

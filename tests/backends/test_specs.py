@@ -207,8 +207,10 @@ def test_no_device_is_without_a_reason() -> None:
         # unless no kernel of the vendor takes it
         ("xpu:bmg", "int8-channel/int8-token", "linear", "int8-channel/a16"),
         ("rocm:gfx90a", "int8-channel/int8-token", "linear", "int8-channel/a16"),
-        # as int8 it would take twice the memory; the vendor's own mode for it has no kernel yet
-        ("npu:a2", "int4-channel/int8-token", "moe", "int4-channel/a16"),
+        # the vendor's own mode for it, which as int8 would take twice the memory; a5 has it in another form
+        ("npu:a2", "int4-channel/int8-token", "moe", "int4-channel/int8-token"),
+        ("npu:a2", "int4-g128/int8-token", "moe", "int4-g128/a16"),
+        ("npu:a5", "int4-channel/int8-token", "moe", "int4-channel/a16"),
         # experts on Intel GPUs are weight-only
         ("xpu:bmg", "mxfp8/mxfp8", "moe", "mxfp8/a16"),
         ("xpu:bmg", "mxfp8/mxfp8", "linear", "mxfp8/mxfp8"),
@@ -229,7 +231,7 @@ def test_what_executes(device: str, scheme: str, op: str, executes: str) -> None
     [
         ("cuda:sm90", "mxfp4/mxfp4", "linear"),
         ("rocm:gfx942", "mxfp4/mxfp4", "linear"),
-        ("npu:a2", "int4-channel/int8-token", "moe"),
+        ("npu:a5", "int4-channel/int8-token", "moe"),
         ("npu:a3", "int4-channel/int8-token", "linear"),
     ],
 )

@@ -104,9 +104,18 @@ def plan_with_reencoding(folder: Path, target: str, scan: Scan, *, fallback: boo
     return make_plan(open_checkpoint(folder), Target(spec, Device("cuda", "sm90")), formats, [], scan=scan).plan
 
 
+def test_another_kernel_leaves_the_scales_alone(tmp_path: Path) -> None:
+    """Planning reads values only where they decide whether a layer runs at all."""
+    folder = mx_checkpoint(tmp_path / "c", 4, spanning(30))
+    seen = plan_with_reencoding(folder, "fp8-channel", "decisive")
+    assert seen.layer(NAME).scale_spans == {}
+    assert (seen.layer(NAME).kernel, seen.layer(NAME).alternative) == ("moved", "direct")
+
+
 @pytest.mark.parametrize(("source", "target"), REENCODINGS)
-@pytest.mark.parametrize("scan", ["all", "needed"])
-@pytest.mark.parametrize("fallback", [True, False])
+@pytest.mark.parametrize(
+    ("scan", "fallback"), [("all", True), ("all", False), ("needed", True), ("needed", False), ("decisive", False)]
+)
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_a_span_beyond_the_limit_forbids_the_reencoding(
     tmp_path: Path, source: str, target: str, scan: Scan, fallback: bool, beyond: int
@@ -117,7 +126,8 @@ def test_a_span_beyond_the_limit_forbids_the_reencoding(
     seen = plan_with_reencoding(folder, target, scan, fallback=fallback)
     layer = seen.layer(NAME)
     assert layer.scale_spans == {source: limit + beyond}
-    assert codes_of(seen).get("reencode-refused") == ("warning" if beyond else None)
+    severity = "warning" if fallback else "error"
+    assert codes_of(seen).get("reencode-refused") == (severity if beyond else None)
     assert layer.kernel == ("moved" if not beyond else "direct" if fallback else None)
     assert seen.ok == (fallback or not beyond)
     if beyond:
