@@ -13,8 +13,8 @@ from omniplat.conformance.canonical_file import plan_canonical
 from omniplat.conformance.cases import schemes_once
 from omniplat.conformance.checks import Named
 from omniplat.conformance.files import write_model
-from omniplat.conformance.subject import Subject
-from omniplat.device import ARCHITECTURES, Device
+from omniplat.conformance.subject import Subject, equipped
+from omniplat.device import ARCHITECTURES
 
 PACKAGES = {"cuda": "omniplat_cuda", "rocm": "omniplat_rocm", "xpu": "omniplat_xpu", "npu": "omniplat_ascend"}
 SPECS: dict[str, BackendSpec] = {kind: import_module(f"{name}.spec").SPEC for kind, name in PACKAGES.items()}
@@ -35,7 +35,7 @@ def told(quirk: Quirk, arch: str, capability: Capability) -> bool:
 @pytest.mark.parametrize(("kind", "arch", "capability"), USES, ids=[f"{k}:{a}-{c.name}" for k, a, c in USES])
 def test_quirks_are_told(kind: str, arch: str, capability: Capability, tmp_path: Path) -> None:
     spec = SPECS[kind]
-    subject = Subject(spec, Device(kind, arch))
+    subject = Subject(spec, equipped(kind, arch))
     scheme = next(iter(schemes_once(subject, capability, "quick")))
     written = write_model(tmp_path, Named("", capability, scheme), experts=3 if capability.op == "moe" else 0)
     planned = plan_canonical(written, subject, capability)

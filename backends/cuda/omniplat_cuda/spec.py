@@ -31,6 +31,7 @@ SPEC = BackendSpec(
             ("vllm_marlin_*",),
             "vLLM's wheels hold some of Marlin's kernels as PTX, which Hopper's driver compiles at their first call",
             "https://github.com/vllm-project/vllm/issues/38619",
+            archs=("sm90",),
         ),
     ),
     not_supported=(
