@@ -1,12 +1,13 @@
 """Time of the cuda backend's layers of experts as a ratio to a BF16 layer over `grouped_mm`, measured in the same run.
 
     python benchmarks/cuda_moe.py [--schemes mxfp4/mxfp4 ...] [--prefer memory|speed] [--rows 1 16 32 256 4096]
-                                  [--rounds 7] [--json]
+                                  [--kernels NAME ...] [--rounds 7] [--json]
 
 HunyuanImage-3's layer: 64 experts, 8 of them per token, hidden size 4096, intermediate size 3072, random routing. Both
 layers sort rows by expert, run w13, the gated activation and w2, and add up the experts of a token, from CUDA graphs;
 quantizing is included. The layers take turns, round by round; a ratio is taken within a round. Each output is compared
-with a float64 layer over the dequantized weights and quantized activations, as relative L2 over 8 tokens.
+with a float64 layer over the dequantized weights and quantized activations, as relative L2 over 8 tokens. `--kernels`
+measures each of the kernels named that takes a scheme, in place of the one that a plan chooses.
 """
 
 from __future__ import annotations
@@ -18,12 +19,10 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
-from cuda_linear import graph_of, replayed
-from omniplat_cuda.spec import SPEC
+from cuda_linear import capabilities_of, graph_of, replayed
+from omniplat_cuda.kernels.humming_experts import HummingExpertsConfig
 
-from omniplat.device import parse_device
 from omniplat.layer import LayerSpec, MoeSpec
-from omniplat.match import Policy, match
 from omniplat.portable.experts_triton import combine
 from omniplat.portable.mx_grid import regroup_rows_torch
 from omniplat.portable.quantize import quantize_rows_torch
@@ -88,13 +87,23 @@ def bf16_layer(
     return combine(out, order.place, weights, order.ends[-1:], torch.bfloat16)
 
 
+def compile_ahead(config: object, rows: list[int]) -> None:
+    """Kernels that are compiled for each layer, beside each other."""
+    if isinstance(config, HummingExpertsConfig):
+        from omniplat_cuda.kernels.humming_runtime import compile_for
+
+        layers = (config.w13_layer, config.w2_layer)
+        wanted = [(layer, "indexed", count * TOP) for layer in layers for count in rows]
+        compile_for(wanted, torch.cuda.current_device(), lambda line: None)
+
+
 def error_of(
     y: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
     scheme: Scheme, executes: str,
 ) -> float:  # fmt: skip
     """Relative L2 of the first 8 tokens."""
 
-    quant = parse_activation_id(executes.partition("/")[2])
+    quant = parse_activation_id(executes)
 
     def seen(values: torch.Tensor) -> torch.Tensor:
         if quant is None:
@@ -116,17 +125,32 @@ def error_of(
     return float((y[:few].double() - wanted).norm() / wanted.norm())
 
 
-def bench(scheme_id: str, rows: list[int], rounds: int, prefer: str) -> list[Result]:
+def bench(scheme_id: str, rows: list[int], rounds: int, prefer: str, kernels: list[str]) -> list[Result]:
     scheme = Scheme.parse(scheme_id)
     spec = LayerSpec("bench", "moe", HIDDEN, HIDDEN, scheme, moe=MoeSpec(EXPERTS, INNER))
-    built = [capability for capability in SPEC.capabilities if capability.impl]
-    chosen = match(spec, built, parse_device("cuda:sm90"), Policy(prefer=prefer)).chosen
-    assert chosen is not None, scheme_id
-    kernel = load_kernel(chosen.capability.impl)
-    assert isinstance(kernel, MoeKernel)
     first, w13 = quantized(torch.randn(EXPERTS, 2 * INNER, HIDDEN, device="cuda") * 0.02, scheme)
     second, w2 = quantized(torch.randn(EXPERTS, HIDDEN, INNER, device="cuda") * 0.02, scheme)
-    layer = QuantExperts(spec, kernel, kernel.prepare(first, second, spec))
+    results = []
+    for capability in capabilities_of(spec, prefer, kernels):
+        kernel = load_kernel(capability.impl)
+        assert isinstance(kernel, MoeKernel)
+        layer = QuantExperts(spec, kernel, kernel.prepare(first, second, spec))
+        executes = capability.executes or scheme.activation_id
+        results += measured(layer, scheme, executes, w13, w2, rows, rounds)
+    return results
+
+
+def measured(
+    layer: QuantExperts,
+    scheme: Scheme,
+    executes: str,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    rows: list[int],
+    rounds: int,
+) -> list[Result]:
+    """One kernel, for each number of rows."""
+    compile_ahead(layer.config, rows)
     results = []
     for count in rows:
         x = torch.randn(count, HIDDEN, device="cuda").bfloat16()
@@ -142,12 +166,12 @@ def bench(scheme_id: str, rows: list[int], rounds: int, prefer: str) -> list[Res
             for graph in graphs:
                 replayed(graph, 1, replays)
             times = [[replayed(graph, 1, replays) for graph in graphs] for _ in range(rounds)]
-            error = error_of(runs[1](0), x, ids, weights, w13, w2, scheme, chosen.decision.executes)  # type: ignore[union-attr]
+            error = error_of(runs[1](0), x, ids, weights, w13, w2, scheme, executes)
         ratios = sorted(base / own for base, own in times)
         results.append(
             Result(
-                scheme_id,
-                kernel.name,
+                scheme.id,
+                layer.kernel.name,
                 count,
                 (median(ratios), ratios[0], ratios[-1]),
                 median(own for _, own in times),
@@ -164,11 +188,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 256, 4096])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--prefer", choices=["memory", "speed"], default="speed")
+    parser.add_argument("--kernels", nargs="+", default=[])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     results = [
-        r for scheme in arguments.schemes for r in bench(scheme, arguments.rows, arguments.rounds, arguments.prefer)
+        r
+        for scheme in arguments.schemes
+        for r in bench(scheme, arguments.rows, arguments.rounds, arguments.prefer, arguments.kernels)
     ]
     if arguments.json:
         print(json.dumps({"device": torch.cuda.get_device_name(), "results": [asdict(r) for r in results]}, indent=2))

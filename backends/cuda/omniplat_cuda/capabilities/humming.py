@@ -4,63 +4,134 @@ from __future__ import annotations
 
 from omniplat.capability import Capability, multiples
 from omniplat_cuda.capabilities.common import (
-    FP8,
     FP8_ACCUMULATOR,
     HALF,
     HUMMING,
     INTEGERS,
-    MICROSCALED,
+    NEAREST,
     SM80,
     SM89,
+    TRITON,
 )
 
-#: humming pads N and K to its tiles, in steps of 8 columns of 16-bit and 16 columns of 8-bit activations.
-_A16 = multiples(8, "out", "in")
-_A8 = (*multiples(8, "out"), *multiples(16, "in"))
-_MOE_A16 = multiples(8, "out", "in", "intermediate")
+_LINEAR = "omniplat_cuda.kernels.humming"
+_EXPERTS = "omniplat_cuda.kernels.humming_experts"
+
+_TAILS = ("channel", "g32", "g64", "g128")
+#: What `humming_forms` lays out. Other widths of integers, and blocks of other sizes, are planned only.
+_WEIGHTS = (
+    *(f"{element}-{tail}" for element in ("int4", "uint4", "int8") for tail in _TAILS),
+    *("int8-tensor", "fp8-tensor", "fp8-channel", "mxfp8", "mxfp4", "nvfp4"),
+)
+_BLOCKS = ("fp8-block128x128",)
+
+#: humming fills N and K up to its tiles, in steps of 8 columns of 16-bit and 16 columns of 8-bit activations.
+_SHAPES = multiples(8, "out", "in")
+_SHAPES_A8 = (*multiples(8, "out"), *multiples(16, "in"))
+_MOE = multiples(8, "out", "in", "intermediate")
 _MOE_A8 = (*multiples(8, "out"), *multiples(16, "in", "intermediate"))
 
+A16 = Capability(
+    "humming_linear",
+    "linear",
+    _WEIGHTS,
+    ("a16",),
+    executes="a16",
+    archs=SM80,
+    dtypes=HALF,
+    shapes=_SHAPES,
+    requires=(HUMMING,),
+    priority=20,
+    rounds_before_bias=True,
+    impl=f"{_LINEAR}:HummingLinear",
+)
+A16_TURING = Capability(
+    "humming_linear_turing",
+    "linear",
+    _WEIGHTS,
+    ("a16",),
+    executes="a16",
+    archs=("sm75",),
+    dtypes=("f16",),
+    shapes=_SHAPES,
+    requires=(HUMMING,),
+    priority=20,
+    rounds_before_bias=True,
+    impl=f"{_LINEAR}:HummingLinearTuring",
+)
+A16_BLOCK = Capability(
+    # One scale more or less for a block that is cut off at an edge: humming counts whole ones only.
+    "humming_linear_block",
+    "linear",
+    _BLOCKS,
+    ("a16",),
+    executes="a16",
+    archs=SM80,
+    dtypes=HALF,
+    shapes=multiples(128, "out", "in"),
+    requires=(HUMMING,),
+    priority=20,
+    rounds_before_bias=True,
+    impl=f"{_LINEAR}:HummingLinearBlock",
+)
+FP8 = Capability(
+    "humming_linear_fp8",
+    "linear",
+    ("fp8-tensor", "fp8-channel"),
+    ("fp8-token",),
+    scale_rules=("absmax",),
+    roundings=NEAREST,
+    archs=SM89,
+    dtypes=HALF,
+    shapes=_SHAPES_A8,
+    requires=(HUMMING, TRITON),
+    accumulator=FP8_ACCUMULATOR,
+    priority=30,
+    rounds_before_bias=True,
+    impl=f"{_LINEAR}:HummingLinearFp8",
+)
+MXFP4_A8 = Capability(
+    # Faster than weight-only for many rows, but its heuristics pick tiles that were wrong before (README).
+    "humming_linear_mxfp4_a8",
+    "linear",
+    ("mxfp4",),
+    ("fp8-token",),
+    executes="fp8-token",
+    scale_rules=("absmax",),
+    roundings=NEAREST,
+    archs=SM89,
+    dtypes=HALF,
+    shapes=_SHAPES_A8,
+    requires=(HUMMING, TRITON),
+    accumulator=FP8_ACCUMULATOR,
+    priority=15,
+    maturity="experimental",
+    rounds_before_bias=True,
+    impl=f"{_LINEAR}:HummingLinearMxfp4A8",
+)
+
 LINEAR = (
+    A16,
+    A16_TURING,
+    A16_BLOCK,
+    FP8,
+    MXFP4_A8,
     Capability(
-        "humming_linear",
+        "humming_linear_other_integers",
         "linear",
-        (*INTEGERS, *FP8, *MICROSCALED),
+        INTEGERS,
         ("a16",),
         executes="a16",
         archs=SM80,
         dtypes=HALF,
-        shapes=_A16,
+        shapes=_SHAPES,
         requires=(HUMMING,),
         priority=20,
-    ),
-    Capability(
-        "humming_linear_turing",
-        "linear",
-        (*INTEGERS, *FP8, *MICROSCALED),
-        ("a16",),
-        executes="a16",
-        archs=("sm75",),
-        dtypes=("f16",),
-        shapes=_A16,
-        requires=(HUMMING,),
-        priority=20,
-    ),
-    Capability(
-        "humming_linear_fp8",
-        "linear",
-        ("fp8-tensor", "fp8-channel"),
-        ("fp8-token",),
-        archs=SM89,
-        dtypes=HALF,
-        shapes=_A8,
-        requires=(HUMMING,),
-        accumulator=FP8_ACCUMULATOR,
-        priority=30,
     ),
     Capability(
         "humming_linear_fp8_block",
         "linear",
-        ("fp8-block128x128",),
+        _BLOCKS,
         ("fp8-g128",),
         archs=SM89,
         dtypes=HALF,
@@ -69,16 +140,17 @@ LINEAR = (
         priority=30,
     ),
     Capability(
+        # Its scales of rows are numbers of 16 bits, which the exact sums of int8 by int8 show.
         "humming_linear_int8",
         "linear",
         ("int8-tensor", "int8-channel"),
         ("int8-token",),
         archs=SM80,
         dtypes=HALF,
-        shapes=_A8,
+        shapes=_SHAPES_A8,
         requires=(HUMMING,),
         accumulator="int32",
-        priority=35,
+        priority=25,
     ),
     Capability(
         "humming_linear_w4a8_int8",
@@ -87,7 +159,7 @@ LINEAR = (
         ("int8-token",),
         archs=SM80,
         dtypes=HALF,
-        shapes=_A8,
+        shapes=_SHAPES_A8,
         requires=(HUMMING,),
         accumulator="int32",
         priority=30,
@@ -99,50 +171,52 @@ LINEAR = (
         ("fp8-token",),
         archs=SM89,
         dtypes=HALF,
-        shapes=_A8,
+        shapes=_SHAPES_A8,
         requires=(HUMMING,),
         accumulator=FP8_ACCUMULATOR,
         priority=30,
     ),
-    Capability(
-        # Faster than weight-only for many rows, but its heuristics pick tiles that were wrong before (README).
-        "humming_linear_mxfp4_a8",
-        "linear",
-        ("mxfp4",),
-        ("fp8-token",),
-        executes="fp8-token",
-        archs=SM89,
-        dtypes=HALF,
-        shapes=_A8,
-        requires=(HUMMING,),
-        accumulator=FP8_ACCUMULATOR,
-        priority=15,
-        maturity="experimental",
-    ),
+)
+
+MOE_A16 = Capability(
+    "humming_moe",
+    "moe",
+    _WEIGHTS,
+    ("a16",),
+    executes="a16",
+    archs=SM80,
+    dtypes=HALF,
+    shapes=_MOE,
+    requires=(HUMMING, TRITON),
+    priority=20,
+    impl=f"{_EXPERTS}:HummingExperts",
+)
+MOE_TURING = Capability(
+    "humming_moe_turing",
+    "moe",
+    _WEIGHTS,
+    ("a16",),
+    executes="a16",
+    archs=("sm75",),
+    dtypes=("f16",),
+    shapes=_MOE,
+    requires=(HUMMING, TRITON),
+    priority=20,
+    impl=f"{_EXPERTS}:HummingExpertsTuring",
 )
 
 MOE = (
+    MOE_A16,
+    MOE_TURING,
     Capability(
-        "humming_moe",
+        "humming_moe_other",
         "moe",
-        (*INTEGERS, *FP8, *MICROSCALED),
+        (*INTEGERS, "fp8-block*"),
         ("a16",),
         executes="a16",
         archs=SM80,
         dtypes=HALF,
-        shapes=_MOE_A16,
-        requires=(HUMMING,),
-        priority=20,
-    ),
-    Capability(
-        "humming_moe_turing",
-        "moe",
-        (*INTEGERS, *FP8, *MICROSCALED),
-        ("a16",),
-        executes="a16",
-        archs=("sm75",),
-        dtypes=("f16",),
-        shapes=_MOE_A16,
+        shapes=_MOE,
         requires=(HUMMING,),
         priority=20,
     ),
@@ -161,7 +235,7 @@ MOE = (
     Capability(
         "humming_moe_fp8_block",
         "moe",
-        ("fp8-block128x128",),
+        _BLOCKS,
         ("fp8-g128",),
         archs=SM89,
         dtypes=HALF,
