@@ -17,6 +17,7 @@ from omniplat import oracle
 from omniplat.canonical import CanonicalWeight
 from omniplat.conformance import expected
 from omniplat.conformance.tolerances import excess
+from omniplat.conformance.weights import random_weight
 from omniplat.device import parse_device
 from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
 from omniplat.layer import LayerSpec
@@ -31,7 +32,7 @@ from tests.support.triton import needs_cuda
 LAYERS = [
     *[("humming_linear", f"{weight}/a16") for weight in (
         "mxfp4", "nvfp4", "int4-g128", "uint4-g128", "int4-g32", "uint4-channel", "int8-g128", "int8-channel",
-        "int8-tensor", "mxfp8", "fp8-tensor", "fp8-channel")],
+        "int8-tensor", "int8-bnb", "mxfp8", "fp8-tensor", "fp8-channel")],
     ("humming_linear_block", "fp8-block128x128/a16"),
     ("humming_linear_fp8", "fp8-channel/fp8-token"),
     ("humming_linear_fp8", "fp8-tensor/fp8-token"),
@@ -49,6 +50,8 @@ def weight_of(scheme: str, n: int, k: int, dtype: str = "bf16", seed: int = 0) -
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((n, k)).astype(np.float32) * np.linspace(0.5, 2.0, n, dtype=np.float32)[:, None] / 8
     parsed = Scheme.parse(scheme)
+    if parsed.weight.element == "int8_bnb":
+        return random_weight(parsed, n, k, rng)
     return replace(oracle.quantize_weight(values, parsed.weight), scheme=parsed)
 
 

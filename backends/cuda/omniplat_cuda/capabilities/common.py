@@ -5,7 +5,8 @@ from __future__ import annotations
 TORCH = "torch>=2.6"
 TRITON = "triton>=3.2"
 HUMMING = "humming-kernels>=0.1.10"
-BITSANDBYTES = "bitsandbytes>=0.46"
+#: The first with `gemm_4bit`.
+BITSANDBYTES = "bitsandbytes>=0.50"
 FLASHINFER = "flashinfer-python>=0.6"
 #: Its operators have been called as this one registers them. The backend's extra does not bring it.
 VLLM = "vllm>=0.30,<0.31"

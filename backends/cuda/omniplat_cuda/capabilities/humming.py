@@ -21,7 +21,7 @@ _TAILS = ("channel", "g32", "g64", "g128")
 #: What `humming_forms` lays out. Other widths of integers, and blocks of other sizes, are planned only.
 _WEIGHTS = (
     *(f"{element}-{tail}" for element in ("int4", "uint4", "int8") for tail in _TAILS),
-    *("int8-tensor", "fp8-tensor", "fp8-channel", "mxfp8", "mxfp4", "nvfp4"),
+    *("int8-tensor", "int8-bnb", "fp8-tensor", "fp8-channel", "mxfp8", "mxfp4", "nvfp4"),
 )
 _BLOCKS = ("fp8-block128x128",)
 

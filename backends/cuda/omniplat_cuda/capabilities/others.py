@@ -17,21 +17,23 @@ from omniplat_cuda.capabilities.common import (
 )
 
 _SM75 = ("sm75", *SM80)
-_FLAT = ("nf4-b*", "fp4bnb-b*")
 
+BITSANDBYTES_4BIT = Capability(
+    "bitsandbytes_4bit",
+    "linear",
+    tuple(f"{element}-b{size}" for element in ("nf4", "fp4bnb") for size in (32, 64, 128, 256, 512, 1024, 2048, 4096)),
+    ("a16",),
+    executes="a16",
+    archs=_SM75,
+    dtypes=("bf16", "f16", "f32"),
+    requires=(BITSANDBYTES,),
+    priority=4,
+    rounds_before_bias=True,
+    variants=("gemm_4bit", "dequantize"),
+    impl="omniplat_cuda.kernels.bitsandbytes:BitsAndBytes4Bit",
+)
 _BITSANDBYTES = (
-    Capability(
-        "bitsandbytes_4bit",
-        "linear",
-        _FLAT,
-        ("a16",),
-        executes="a16",
-        archs=_SM75,
-        dtypes=("bf16", "f16", "f32"),
-        requires=(BITSANDBYTES,),
-        priority=20,
-        variants=("gemm_4bit", "dequantize"),
-    ),
+    BITSANDBYTES_4BIT,
     Capability(
         "bitsandbytes_int8",
         "linear",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,10 @@ from omniplat_cuda.kernels.humming_forms import (
     form_of,
     input_tensors,
 )
+
+if TYPE_CHECKING:
+    from omniplat_cuda.kernels.align_triton import Tiles
+    from omniplat_cuda.kernels.humming_runtime import Schedule
 
 _LIBRARY = new_library()
 #: Buffers of one weight, in the order in which the operator takes them.
@@ -64,7 +68,7 @@ class HummingExperts(MoeKernel[HummingExpertsConfig]):
         """Raises UnsupportedCombinationError for what the capability does not declare, and for zero points that the
         layer's dtype does not hold; InvalidCheckpointError for NaN."""
         tensors: dict[str, torch.Tensor] = {}
-        forms, layers = [], []
+        described: list[str] = []
         for role, weight in (("w13", w13), ("w2", w2)):
             require_declared("cuda", self.capability, weight, spec, ROLES)
             if "pre_scale" in weight.tensors:
@@ -73,10 +77,11 @@ class HummingExperts(MoeKernel[HummingExpertsConfig]):
             form = form_of(weight, spec)
             layer, held = laid_out(input_tensors(weight, form, f"{spec.name}.{role}"), form, "")
             tensors |= {f"{role}_{name}": tensor for name, tensor in held.items()}
-            forms.append(encode_form(form))
-            layers.append(layer)
+            described += [layer, encode_form(form)]
         assert spec.moe is not None
-        return Prepared(tensors, HummingExpertsConfig(*layers, *forms, spec.moe.limit, spec.moe.alpha))
+        w13_layer, w13_form, w2_layer, w2_form = described
+        config = HummingExpertsConfig(w13_layer, w2_layer, w13_form, w2_form, spec.moe.limit, spec.moe.alpha)
+        return Prepared(tensors, config)
 
     def apply(
         self,
@@ -136,7 +141,7 @@ def _on_device(
         return x.new_empty(x.shape, dtype=out_dtype)
     from omniplat.portable.experts_triton import combine, silu_and_mul
     from omniplat_cuda.kernels.align_triton import align
-    from omniplat_cuda.kernels.humming_runtime import bucket_of, launch, schedule_of
+    from omniplat_cuda.kernels.humming_runtime import bucket_of, schedule_of
 
     experts = decode_form(w13_form).experts
     slots = topk_ids.shape[1]
@@ -147,8 +152,7 @@ def _on_device(
     first, second = (schedule_of(layer, "indexed", bucket, device) for layer in (w13_layer, w2_layer))
     tiles = align(ids, experts, first.tile_rows)
     rows = aligned(x, decode_form(w13_form).dtype)
-    *weight, bias = w13
-    both = launch(first, rows, *weight, bias=bias, routing=tiles.routing, slots=slots)
+    both = _product(first, rows, w13, tiles, slots)
     if activation == "silu" and not limit:
         hidden = silu_and_mul(both)
     else:
@@ -156,9 +160,20 @@ def _on_device(
         hidden = activate(gate, up, activation, limit, alpha).to(both.dtype)
     if second.tile_rows != first.tile_rows:
         tiles = align(ids, experts, second.tile_rows)
-    *weight, bias = w2
-    out = launch(second, hidden, *weight, bias=bias, routing=tiles.routing)
+    out = _product(second, hidden, w2, tiles, 1)
     return combine(out, tiles.place, topk_weights.to(torch.float32).contiguous(), tiles.pairs, out_dtype)
+
+
+def _product(
+    schedule: Schedule, x: torch.Tensor, buffers: list[torch.Tensor | None], tiles: Tiles, slots: int
+) -> torch.Tensor:
+    """Every pair's row of `x`, `slots` pairs to a row, by its expert: [pairs, N]; rows of nobody hold anything."""
+    from omniplat_cuda.kernels.humming_runtime import launch
+
+    weight, scale, second, zero, bias = buffers
+    assert weight is not None
+    assert scale is not None
+    return launch(schedule, x, weight, scale, second, zero, bias=bias, routing=tiles.routing, slots=slots)
 
 
 def _plain(

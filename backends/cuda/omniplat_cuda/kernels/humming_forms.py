@@ -45,6 +45,7 @@ _CODES = {
     "uint4": ("uint4", 4),
     "int8": ("uint8", 8),
     "uint8": ("uint8", 8),
+    "int8_bnb": ("uint8", 8),
 }
 _SCALES = {"e8m0": "float8e8m0", "e4m3": "float8e4m3"}
 _SCALE_DTYPES = {"float8e8m0": torch.float8_e8m0fnu, "float8e4m3": torch.float8_e4m3fn, "float32": torch.float32}
@@ -199,7 +200,7 @@ def require_narrow_rows(weight: WeightTensors, name: str) -> None:
     """
     scale = weight.tensors["scale"].view(torch.uint8).to(torch.int16)
     codes = weight.tensors["codes"].view(torch.uint8)
-    holds = (codes.unflatten(-1, (scale.shape[-1], -1)) & 0x77).ne(0).any(-1)
+    holds = (codes.reshape(*scale.shape, -1) & 0x77).ne(0).any(-1)
     largest = torch.where(holds, scale, 0).amax(-1, keepdim=True)
     if bool((holds & (scale < largest - _BINADES)).any()):
         raise InvalidCheckpointError(f"scales of a row span more than {_BINADES} binades", key=name)
@@ -240,7 +241,7 @@ def _packed_rows(zero: torch.Tensor, bits: int) -> torch.Tensor:
     """Numbers of `bits` bits [..., N, G] to int32 [..., N * bits / 32, G]."""
     per_byte = 8 // bits
     numbers = zero.to(torch.uint8).transpose(-1, -2)
-    parts = numbers.unflatten(-1, (-1, per_byte))
+    parts = numbers.reshape(*numbers.shape[:-1], -1, per_byte)
     stored: torch.Tensor = parts[..., 0]
     for part in range(1, per_byte):
         stored = torch.bitwise_or(stored, parts[..., part] << (bits * part))
