@@ -20,7 +20,7 @@ from omniplat.layer import LayerSpec, MoeSpec
 from omniplat.oracle import moe as oracle_moe
 from omniplat.runtime.kernel import MoeKernel, load_kernel
 from omniplat.runtime.layers import QuantExperts
-from omniplat.runtime.tensors import to_torch
+from omniplat.runtime.tensors import DTYPES, to_torch
 from omniplat.scheme import Scheme
 from tests.backends.cuda.building import CAPABILITIES, each_device
 from tests.support.triton import TRITON_DEVICE, needs_cuda, needs_triton
@@ -40,7 +40,7 @@ _WEIGHTS = (
 SCHEMES = [f"{weight}/a16" for weight in _WEIGHTS]
 each_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 KERNEL = "humming_moe"
-ROWS = (1, 7, 65, 500)
+ROWS = (1, 7, 65, 300)
 
 
 def weights_of(scheme: str, hidden: int = HIDDEN, inner: int = INNER) -> tuple[CanonicalWeight, CanonicalWeight]:
@@ -56,9 +56,11 @@ def weights_of(scheme: str, hidden: int = HIDDEN, inner: int = INNER) -> tuple[C
     return stacked(2 * inner, hidden), stacked(hidden, inner)
 
 
-def layer_of(w13: CanonicalWeight, w2: CanonicalWeight, device: str, moe: MoeSpec | None = None) -> QuantExperts:
+def layer_of(
+    w13: CanonicalWeight, w2: CanonicalWeight, device: str, moe: MoeSpec | None = None, dtype: str = "bf16"
+) -> QuantExperts:
     moe = moe or MoeSpec(EXPERTS, w2.in_features)
-    spec = LayerSpec("experts", "moe", w13.in_features, w13.in_features, w13.scheme, moe=moe)
+    spec = LayerSpec("experts", "moe", w13.in_features, w13.in_features, w13.scheme, dtype=dtype, moe=moe)
     built = load_kernel(CAPABILITIES[KERNEL].impl)
     assert isinstance(built, MoeKernel)
     tensors = [to_torch(weight, experts=EXPERTS, device=torch.device(device)) for weight in (w13, w2)]
@@ -68,7 +70,8 @@ def layer_of(w13: CanonicalWeight, w2: CanonicalWeight, device: str, moe: MoeSpe
 def run(layer: QuantExperts, x: np.ndarray, routing: expected.Routing, device: str) -> np.ndarray:
     ids = torch.from_numpy(routing.ids.astype(np.int32)).to(device)
     weights = torch.from_numpy(routing.weights.astype(np.float32)).to(device)
-    return layer(torch.from_numpy(x).to(device).bfloat16(), ids, weights).double().cpu().numpy()
+    rows = torch.from_numpy(x).to(device, DTYPES[layer.spec.dtype])
+    return layer(rows, ids, weights).double().cpu().numpy()
 
 
 def rounded_input(rows: int, hidden: int = HIDDEN) -> np.ndarray:
@@ -76,18 +79,19 @@ def rounded_input(rows: int, hidden: int = HIDDEN) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> None:
-    """On a device, kernels for every scheme, compiled beside each other; a test meets what failed."""
+def compiled(request: pytest.FixtureRequest) -> None:
+    """On a device, the kernels of the tests that run, compiled beside each other. A test meets what failed."""
     if not torch.cuda.is_available():
         return
     from omniplat_cuda.kernels.humming_runtime import bucket_of, schedule_of
 
+    asked = [item.callspec.params for item in request.session.items if "compiled" in getattr(item, "fixturenames", ())]
     layers = []
-    for scheme in SCHEMES:
+    for scheme, dtype in sorted({(p["scheme"], p["dtype"]) for p in asked if "dtype" in p}):
         try:
-            config = layer_of(*weights_of(scheme), "cuda").config
+            config = layer_of(*weights_of(scheme), "cuda", dtype=dtype).config
         except Exception as exc:
-            print(f"{scheme}: {type(exc).__name__}: {exc}")
+            print(f"{scheme} {dtype}: {type(exc).__name__}: {exc}")
             continue
         layers += [config.w13_layer, config.w2_layer]
     wanted = sorted({(layer, "indexed", bucket_of(rows * TOP, "indexed")) for layer in layers for rows in ROWS})
@@ -99,13 +103,14 @@ def compiled() -> None:
 
 @each_device
 @each_scheme
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.usefixtures("compiled")
-def test_a_layer_computes_what_the_oracle_does(scheme: str, device: str) -> None:
+def test_experts_compute_what_the_oracle_does(scheme: str, dtype: str, device: str) -> None:
     w13, w2 = weights_of(scheme)
-    layer = layer_of(w13, w2, device)
+    layer = layer_of(w13, w2, device, dtype=dtype)
     for rows in ROWS:
         x, routing = rounded_input(rows), make_routing(rows, EXPERTS, TOP, np.random.default_rng(rows))
-        wanted = expected.experts(x, w13, w2, routing, CAPABILITIES[KERNEL], "bf16")
+        wanted = expected.experts(x, w13, w2, routing, CAPABILITIES[KERNEL], dtype)
         found = run(layer, x, routing, device)
         assert not (problem := excess(found, wanted.y, wanted.allowed)), f"{rows} rows: {problem}"
         assert np.linalg.norm(found - wanted.y) < 1e-2 * np.linalg.norm(wanted.y)

@@ -51,10 +51,7 @@ class HummingConfig:
 
 class HummingLinear(LinearKernel[HummingConfig]):
     """Buffers: `weight`, `weight_scale`, `weight_scale_2` and `zero_point` as humming lays them out for the device (on
-    the CPU as `humming_forms` says), `pre_scale` f32 [K].
-
-    Where programs share K, their sums are rounded to the layer's dtype before they are added up.
-    """
+    the CPU as `humming_forms` says), `pre_scale` f32 [K]. A bias is added to the rounded product."""
 
     name: ClassVar[str] = "humming_linear"
     config_type = HummingConfig

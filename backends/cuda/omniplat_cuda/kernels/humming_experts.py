@@ -58,7 +58,10 @@ class HummingExpertsConfig:
 
 
 class HummingExperts(MoeKernel[HummingExpertsConfig]):
-    """Buffers: those of `HummingLinear` with leading experts, and `bias`, as `w13_*` and `w2_*`."""
+    """Buffers: those of `HummingLinear` with leading experts, and `bias`, as `w13_*` and `w2_*`.
+
+    For few rows programs share K: their sums are rounded to the layer's dtype before they are added up, in any order.
+    """
 
     name: ClassVar[str] = "humming_moe"
     config_type = HummingExpertsConfig

@@ -34,6 +34,9 @@ from omniplat_cuda.kernels.humming_forms import COLUMNS, ROWS, HummingForm
 BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 #: The same for pairs of a row and an expert.
 EXPERT_BUCKETS = (8, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+#: Sums of slices of K are rounded to the layer's dtype before they are added up. A linear layer is computed without
+#: slices: the same for every number of rows, and the same at every call. Experts of few rows each would wait too long.
+_INVARIANT = {"dense": True, "indexed": False}
 #: int32 numbers that a launch finds at 0 and leaves so; humming's own layers have as many.
 _LOCKS = 2048
 #: Streams whose locks are made at once.
@@ -98,10 +101,10 @@ def schedule_of(layer: str, gemm_type: str, bucket: int, device: int) -> Schedul
     `gemm_type` is "dense" or "indexed", `device` the index of a CUDA device.
     """
     config = LayerConfig(**json.loads(layer))
-    chosen = get_heuristics_config(config, shape_m=bucket, gemm_type=gemm_type, device=device)
+    compute = {"gemm_type": gemm_type, "use_batch_invariant": _INVARIANT[gemm_type]}
+    chosen = get_heuristics_config(config, shape_m=bucket, device=device, **compute)
     chosen = fixed(chosen, gemm_type, config.a_dtype.num_bits)
-    compute = json.dumps({"gemm_type": gemm_type})
-    configs = HummingKernel.prepare_kernels(layer, compute, json.dumps(chosen), device)
+    configs = HummingKernel.prepare_kernels(layer, json.dumps(compute), json.dumps(chosen), device)
     return Schedule(configs, int(chosen["block_shape"][0]))
 
 
