@@ -57,7 +57,7 @@ def weight_of(scheme: str, n: int, k: int, dtype: str = "bf16", seed: int = 0) -
 
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str, int, int], QuantLinear]:
-    """The layers of the tests that run; kernels for `ROWS` are compiled beside each other, and a test meets failures."""
+    """The layers of the tests that run, their kernels for `ROWS` compiled beside each other; a test meets failures."""
     from omniplat_cuda.kernels.humming_runtime import bucket_of, schedule_of
 
     asked = [item.callspec.params for item in request.session.items if "compiled" in getattr(item, "fixturenames", ())]
