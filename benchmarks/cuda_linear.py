@@ -39,6 +39,7 @@ from omniplat.conformance.weights import random_weight
 from omniplat.device import parse_device
 from omniplat.layer import LayerSpec
 from omniplat.match import Policy, decide, match
+from omniplat.portable.ahead import compile_kernels
 from omniplat.runtime.kernel import LinearKernel, Workspaces, load_kernel
 from omniplat.runtime.layers import QuantLinear
 from omniplat.runtime.tensors import to_torch
@@ -140,6 +141,7 @@ def bench(spec: LayerSpec, capability: Capability, rows: Sequence[int], rounds: 
     assert isinstance(kernel, LinearKernel)
     prepared = kernel.prepare(to_torch(weight, device=torch.device("cuda")), spec)
     first = QuantLinear(spec, kernel, prepared)
+    compile_kernels([first], rows)
     copies = max(2, -(-ROTATED // first.nbytes))
     layers = [first]
     for _ in range(copies - 1):

@@ -20,9 +20,9 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 from cuda_linear import capabilities_of, graph_of, replayed
-from omniplat_cuda.kernels.humming_experts import HummingExpertsConfig
 
 from omniplat.layer import LayerSpec, MoeSpec
+from omniplat.portable.ahead import compile_kernels
 from omniplat.portable.experts_triton import combine
 from omniplat.portable.mx_grid import regroup_rows_torch
 from omniplat.portable.quantize import quantize_rows_torch
@@ -87,16 +87,6 @@ def bf16_layer(
     return combine(out, order.place, weights, order.ends[-1:], torch.bfloat16)
 
 
-def compile_ahead(config: object, rows: list[int]) -> None:
-    """Kernels that are compiled for each layer, beside each other."""
-    if isinstance(config, HummingExpertsConfig):
-        from omniplat_cuda.kernels.humming_runtime import compile_for
-
-        layers = (config.w13_layer, config.w2_layer)
-        wanted = [(layer, "indexed", count * TOP) for layer in layers for count in rows]
-        compile_for(wanted, torch.cuda.current_device(), lambda line: None)
-
-
 def error_of(
     y: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
     scheme: Scheme, executes: str,
@@ -127,7 +117,7 @@ def error_of(
 
 def bench(scheme_id: str, rows: list[int], rounds: int, prefer: str, kernels: list[str]) -> list[Result]:
     scheme = Scheme.parse(scheme_id)
-    spec = LayerSpec("bench", "moe", HIDDEN, HIDDEN, scheme, moe=MoeSpec(EXPERTS, INNER))
+    spec = LayerSpec("bench", "moe", HIDDEN, HIDDEN, scheme, moe=MoeSpec(EXPERTS, INNER, top_k=TOP))
     first, w13 = quantized(torch.randn(EXPERTS, 2 * INNER, HIDDEN, device="cuda") * 0.02, scheme)
     second, w2 = quantized(torch.randn(EXPERTS, HIDDEN, INNER, device="cuda") * 0.02, scheme)
     results = []
@@ -150,7 +140,7 @@ def measured(
     rounds: int,
 ) -> list[Result]:
     """One kernel, for each number of rows."""
-    compile_ahead(layer.config, rows)
+    compile_kernels([layer], rows)
     results = []
     for count in rows:
         x = torch.randn(count, HIDDEN, device="cuda").bfloat16()

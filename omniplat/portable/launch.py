@@ -53,6 +53,11 @@ def collected(collector: Collector) -> Iterator[None]:
         _collector.reset(token)
 
 
+def is_collecting() -> bool:
+    """True within `collected`: launches of other libraries must not run either, what they would read is not there."""
+    return _collector.get() is not None
+
+
 @dataclass(frozen=True, slots=True)
 class _Compiled:
     """A compiled form and what it is launched with; `constants` are the last of the kernel's arguments.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import ml_dtypes
@@ -22,6 +21,7 @@ from omniplat.device import parse_device
 from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
 from omniplat.layer import LayerSpec
 from omniplat.match import Policy, match
+from omniplat.portable.ahead import compile_kernels
 from omniplat.runtime.layers import QuantLinear
 from omniplat.runtime.tensors import to_torch
 from omniplat.scheme import Scheme
@@ -58,7 +58,7 @@ def weight_of(scheme: str, n: int, k: int, dtype: str = "bf16", seed: int = 0) -
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str, int, int], QuantLinear]:
     """The layers of the tests that run, their kernels for `ROWS` compiled beside each other; a test meets failures."""
-    from omniplat_cuda.kernels.humming_runtime import bucket_of, schedule_of
+    from omniplat_cuda.kernels.humming_runtime import Key, bucket_of, compile_ahead
 
     asked = [item.callspec.params for item in request.session.items if "compiled" in getattr(item, "fixturenames", ())]
     layers, wanted = {}, set()
@@ -69,11 +69,8 @@ def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str, int, int], 
             print(f"{kernel} {scheme} {n}x{k}: {type(exc).__name__}: {exc}")
             continue
         layers[kernel, scheme, n, k] = layer
-        wanted |= {(layer.config.layer, bucket_of(rows, "dense")) for rows in ROWS}
-    with ThreadPoolExecutor(16) as executor:
-        for future in [executor.submit(schedule_of, layer, "dense", bucket, 0) for layer, bucket in sorted(wanted)]:
-            if (failure := future.exception()) is not None:
-                print(f"a kernel: {type(failure).__name__}: {failure}")
+        wanted |= {Key(layer.config.layer, "dense", bucket_of(rows, "dense"), 0) for rows in ROWS}
+    compile_ahead(wanted)
     return layers
 
 
@@ -149,6 +146,15 @@ def test_it_traces_whole_on_the_device_and_a_graph_replays(scheme: str) -> None:
         x.copy_(torch.randn(16, k, device="cuda"))
         graph.replay()
         torch.testing.assert_close(y, layer(x), rtol=0, atol=0)
+
+
+@needs_cuda
+def test_kernels_are_compiled_ahead() -> None:
+    n, k = SHAPES[0]
+    weight = weight_of("mxfp4/a16", n, k)
+    layer = layer_of("humming_linear", weight, "cuda")
+    compile_kernels([layer], (1, 16))
+    check(layer, weight, torch.randn(16, k, device="cuda").bfloat16())
 
 
 @needs_cuda

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import ml_dtypes
@@ -18,6 +17,7 @@ from omniplat.conformance.tolerances import excess
 from omniplat.errors import UnsupportedCombinationError
 from omniplat.layer import LayerSpec, MoeSpec
 from omniplat.oracle import moe as oracle_moe
+from omniplat.portable.ahead import compile_kernels
 from omniplat.runtime.kernel import MoeKernel, load_kernel
 from omniplat.runtime.layers import QuantExperts
 from omniplat.runtime.tensors import DTYPES, to_torch
@@ -83,7 +83,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
     """On a device, the kernels of the tests that run, compiled beside each other. A test meets what failed."""
     if not torch.cuda.is_available():
         return
-    from omniplat_cuda.kernels.humming_runtime import bucket_of, schedule_of
+    from omniplat_cuda.kernels.humming_runtime import Key, bucket_of, compile_ahead
 
     asked = [item.callspec.params for item in request.session.items if "compiled" in getattr(item, "fixturenames", ())]
     layers = []
@@ -94,11 +94,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
             print(f"{scheme} {dtype}: {type(exc).__name__}: {exc}")
             continue
         layers += [config.w13_layer, config.w2_layer]
-    wanted = sorted({(layer, "indexed", bucket_of(rows * TOP, "indexed")) for layer in layers for rows in ROWS})
-    with ThreadPoolExecutor(16) as executor:
-        for future in [executor.submit(schedule_of, *key, 0) for key in wanted]:
-            if (failure := future.exception()) is not None:
-                print(f"a kernel: {type(failure).__name__}: {failure}")
+    compile_ahead({Key(layer, "indexed", bucket_of(rows * TOP, "indexed"), 0) for layer in layers for rows in ROWS})
 
 
 @each_device
@@ -187,6 +183,7 @@ def test_it_traces_whole(device: str) -> None:
 @needs_cuda
 def test_a_graph_replays() -> None:
     layer = layer_of(*weights_of("mxfp4/a16"), "cuda")
+    compile_kernels([layer], (9,))
     ids = torch.randint(0, EXPERTS, (9, TOP), dtype=torch.int32, device="cuda")
     x, weights = torch.randn(9, HIDDEN, device="cuda").bfloat16(), torch.rand(9, TOP, device="cuda")
     layer(x, ids, weights)

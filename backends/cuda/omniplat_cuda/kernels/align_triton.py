@@ -4,10 +4,13 @@ Imports triton."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
+
+from omniplat.portable.launch import Launch
 
 #: Pairs that a program looks at in one step.
 _CHUNK = 1024
@@ -66,30 +69,30 @@ def _align(  # type: ignore[no-untyped-def]  # Triton looks annotations up among
         tl.store(ordered + before * ROWS + rest, tl.zeros([FILL], dtype=tl.int32) + pairs, mask=rest < owned * ROWS)
 
 
+@lru_cache(maxsize=1024)
+def _align_of(experts: int, rows: int, chunk: int, steps: int) -> Launch:
+    constants = {
+        "EXPERTS": experts,
+        "BINS": triton.next_power_of_2(experts + 1),
+        "ROWS": rows,
+        "FILL": triton.next_power_of_2(rows),
+        "CHUNK": chunk,
+        "STEPS": steps,
+    }
+    return Launch(_align, constants, num_warps=4)
+
+
 def align(ids: torch.Tensor, experts: int, rows: int) -> Tiles:
     """`ids` int32 or int64 [M, T], numbers of experts or negative for none, in tiles of `rows` pairs."""
     ids = ids.contiguous()
     pairs = ids.numel()
     tiles = min(pairs, experts) + pairs // rows
-    device = ids.device
-    ordered = torch.empty(tiles * rows, dtype=torch.int32, device=device)
-    tile_expert = torch.empty(tiles, dtype=torch.int32, device=device)
-    numbers = torch.empty(2, dtype=torch.int32, device=device)
-    place = torch.empty(ids.shape, dtype=torch.int32, device=device)
+    ordered = torch.empty(tiles * rows, dtype=torch.int32, device=ids.device)
+    tile_expert = torch.empty(tiles, dtype=torch.int32, device=ids.device)
+    numbers = torch.empty(2, dtype=torch.int32, device=ids.device)
+    place = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
     chunk = min(_CHUNK, max(64, triton.next_power_of_2(pairs)))
-    _align[(experts + 1,)](
-        ids,
-        ordered,
-        tile_expert,
-        numbers,
-        place,
-        pairs,
-        EXPERTS=experts,
-        BINS=triton.next_power_of_2(experts + 1),
-        ROWS=rows,
-        FILL=triton.next_power_of_2(rows),
-        CHUNK=chunk,
-        STEPS=triton.next_power_of_2(triton.cdiv(pairs, chunk)),
-        num_warps=4,
-    )
+    steps = triton.next_power_of_2(triton.cdiv(pairs, chunk))
+    kernel = _align_of(experts, rows, chunk, steps)
+    kernel((experts + 1, 1, 1), (ids, ordered, tile_expert, numbers, place), (pairs,))
     return Tiles((ordered, tile_expert, numbers[:1]), place, numbers[1:])

@@ -184,7 +184,7 @@ def _on_device(
     count = x.numel() // held.in_features
     if not count:
         return x.new_empty((*x.shape[:-1], held.out_features), dtype=out_dtype)
-    from omniplat_cuda.kernels.humming_runtime import bucket_of, launch, schedule_of
+    from omniplat_cuda.kernels.humming_runtime import Key, bucket_of, launch
 
     scale = None
     if activation:
@@ -193,8 +193,8 @@ def _on_device(
         rows = codes.view(_INPUTS[quant.element][1])
     else:
         rows = _smoothed(x, pre_scale, held.dtype)
-    schedule = schedule_of(layer, "dense", bucket_of(count, "dense"), x.get_device())
-    y = launch(schedule, rows, weight, weight_scale, weight_scale_2, zero_point, input_scale=scale)
+    key = Key(layer, "dense", bucket_of(count, "dense"), x.get_device())
+    y = launch(key, held, rows, weight, weight_scale, weight_scale_2, zero_point, input_scale=scale)
     return _finished(y, x, bias, out_dtype)
 
 

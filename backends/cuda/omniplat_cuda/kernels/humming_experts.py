@@ -37,7 +37,7 @@ from omniplat_cuda.kernels.humming_forms import (
 
 if TYPE_CHECKING:
     from omniplat_cuda.kernels.align_triton import Tiles
-    from omniplat_cuda.kernels.humming_runtime import Schedule
+    from omniplat_cuda.kernels.humming_runtime import Key
 
 _LIBRARY = new_library()
 #: Buffers of one weight, in the order in which the operator takes them.
@@ -144,31 +144,31 @@ def _on_device(
         return x.new_empty(x.shape, dtype=out_dtype)
     from omniplat.portable.experts_triton import combine, silu_and_mul
     from omniplat_cuda.kernels.align_triton import align
-    from omniplat_cuda.kernels.humming_runtime import bucket_of, schedule_of
+    from omniplat_cuda.kernels.humming_runtime import Key, bucket_of, tile_rows
 
-    experts = decode_form(w13_form).experts
+    first_form, second_form = decode_form(w13_form), decode_form(w2_form)
+    experts = first_form.experts
     slots = topk_ids.shape[1]
     ids = topk_ids if expert_map is None else local_ids(topk_ids, expert_map)
     # of ranks that share the experts, each has its part of the pairs
     pairs = topk_ids.numel() if expert_map is None else -(-topk_ids.numel() * experts // len(expert_map))
     bucket, device = bucket_of(pairs, "indexed"), x.get_device()
-    first, second = (schedule_of(layer, "indexed", bucket, device) for layer in (w13_layer, w2_layer))
-    tiles = align(ids, experts, first.tile_rows)
-    rows = aligned(x, decode_form(w13_form).dtype)
-    both = _product(first, rows, w13, tiles, slots)
+    first, second = (Key(layer, "indexed", bucket, device) for layer in (w13_layer, w2_layer))
+    tiles = align(ids, experts, tile_rows(first))
+    both = _product(first, first_form, aligned(x, first_form.dtype), w13, tiles, slots)
     if activation == "silu" and not limit:
         hidden = silu_and_mul(both)
     else:
         gate, up = both.to(torch.float32).chunk(2, dim=1)
         hidden = activate(gate, up, activation, limit, alpha).to(both.dtype)
-    if second.tile_rows != first.tile_rows:
-        tiles = align(ids, experts, second.tile_rows)
-    out = _product(second, hidden, w2, tiles, 1)
+    if tile_rows(second) != tile_rows(first):
+        tiles = align(ids, experts, tile_rows(second))
+    out = _product(second, second_form, hidden, w2, tiles, 1)
     return combine(out, tiles.place, topk_weights.to(torch.float32).contiguous(), tiles.pairs, out_dtype)
 
 
 def _product(
-    schedule: Schedule, x: torch.Tensor, buffers: list[torch.Tensor | None], tiles: Tiles, slots: int
+    key: Key, form: HummingForm, x: torch.Tensor, buffers: list[torch.Tensor | None], tiles: Tiles, slots: int
 ) -> torch.Tensor:
     """Every pair's row of `x`, `slots` pairs to a row, by its expert: [pairs, N]; rows of nobody hold anything."""
     from omniplat_cuda.kernels.humming_runtime import launch
@@ -176,7 +176,7 @@ def _product(
     weight, scale, second, zero, bias = buffers
     assert weight is not None
     assert scale is not None
-    return launch(schedule, x, weight, scale, second, zero, bias=bias, routing=tiles.routing, slots=slots)
+    return launch(key, form, x, weight, scale, second, zero, bias=bias, routing=tiles.routing, slots=slots)
 
 
 def _plain(

@@ -9,13 +9,12 @@ rounded up to `BUCKETS` first, so that at most as many are compiled, and those o
 from __future__ import annotations
 
 import json
-import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
 from humming.config import LayerConfig
@@ -27,6 +26,7 @@ from humming.tune import get_heuristics_config
 from humming.utils.cpu import get_parallel_build_workers
 
 from omniplat.errors import UsageError
+from omniplat.portable.launch import is_collecting
 from omniplat_cuda.kernels.humming_fixups import fixed
 from omniplat_cuda.kernels.humming_forms import COLUMNS, ROWS, HummingForm
 
@@ -80,46 +80,72 @@ def laid_out(
     return config.to_str(), dict(outputs)
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """A compiled kernel of a layer: `configs` int64 [4] is what humming launches, `tile_rows` the rows of one tile."""
-
-    configs: torch.Tensor
-    tile_rows: int
-
-
 def bucket_of(rows: int, gemm_type: str) -> int:
     """The least number of rows with kernels of its own that is not below `rows`; the largest where none is."""
     buckets = BUCKETS if gemm_type == "dense" else EXPERT_BUCKETS
     return buckets[min(bisect_left(buckets, rows), len(buckets) - 1)]
 
 
+class Key(NamedTuple):
+    """A kernel: of the layer that `laid_out` described, "dense" or "indexed", for rows as `bucket_of` rounds them, on
+    the CUDA device of that index."""
+
+    layer: str
+    gemm_type: str
+    bucket: int
+    device: int
+
+
 @lru_cache(maxsize=65536)
-def schedule_of(layer: str, gemm_type: str, bucket: int, device: int) -> Schedule:
-    """The kernel for `bucket` rows of the layer that `laid_out` described, compiled where it is not yet.
-
-    `gemm_type` is "dense" or "indexed", `device` the index of a CUDA device.
-    """
-    config = LayerConfig(**json.loads(layer))
-    compute = {"gemm_type": gemm_type, "use_batch_invariant": _INVARIANT[gemm_type]}
-    chosen = get_heuristics_config(config, shape_m=bucket, device=device, **compute)
-    chosen = fixed(chosen, gemm_type, config.a_dtype.num_bits)
-    configs = HummingKernel.prepare_kernels(layer, json.dumps(compute), json.dumps(chosen), device)
-    return Schedule(configs, int(chosen["block_shape"][0]))
+def tile_rows(key: Key) -> int:
+    """Rows of one tile of the kernel."""
+    return int(_schedule(key)["block_shape"][0])
 
 
-def compile_for(wanted: Iterable[tuple[str, str, int]], device: int, report: Callable[[str], None] = print) -> None:
-    """Compile kernels ahead, beside each other: (layer, gemm type, rows) as they will occur.
+def _schedule(key: Key) -> dict[str, Any]:
+    config = LayerConfig(**json.loads(key.layer))
+    chosen = get_heuristics_config(config, shape_m=key.bucket, device=key.device, **_compute(key.gemm_type))
+    return fixed(chosen, key.gemm_type, config.a_dtype.num_bits)
 
-    `report` gets a line of progress for every kernel.
-    """
-    keys = sorted({(layer, kind, bucket_of(rows, kind)) for layer, kind, rows in wanted})
-    start = time.monotonic()
-    with ThreadPoolExecutor(max(1, min(len(keys), get_parallel_build_workers()))) as executor:
-        futures = [executor.submit(schedule_of, *key, device) for key in keys]
-        for done, future in enumerate(futures, 1):
-            future.result()
-            report(f"humming: {done} of {len(keys)} kernels, {time.monotonic() - start:.1f} s")
+
+def _compute(gemm_type: str) -> dict[str, Any]:
+    return {"gemm_type": gemm_type, "use_batch_invariant": _INVARIANT[gemm_type]}
+
+
+def _compiled(key: Key) -> torch.Tensor:
+    compute, schedule = json.dumps(_compute(key.gemm_type)), json.dumps(_schedule(key))
+    configs: torch.Tensor = HummingKernel.prepare_kernels(key.layer, compute, schedule, key.device)
+    return configs
+
+
+class _Kernels:
+    """Kernels, compiled beside each other and each once. Every use of one that cannot be raises humming's error."""
+
+    def __init__(self) -> None:
+        self._futures: dict[Key, Future[torch.Tensor]] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = Lock()
+
+    def ask(self, key: Key) -> Future[torch.Tensor]:
+        """What humming launches, int64 [4], once it is compiled."""
+        found = self._futures.get(key)
+        if found is not None:
+            return found
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(max(1, get_parallel_build_workers()), "humming")
+            if key not in self._futures:
+                self._futures[key] = self._pool.submit(_compiled, key)
+            return self._futures[key]
+
+
+_KERNELS = _Kernels()
+
+
+def compile_ahead(keys: Iterable[Key]) -> dict[Key, BaseException | None]:
+    """Compile kernels beside each other, and wait for them: what each failed with, None for those that did not."""
+    asked = {key: _KERNELS.ask(key) for key in keys}
+    return {key: future.exception() for key, future in asked.items()}
 
 
 class _Locks:
@@ -154,7 +180,8 @@ _LOCKS_OF = _Locks()
 
 
 def launch(
-    schedule: Schedule,
+    key: Key,
+    form: HummingForm,
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
@@ -169,10 +196,14 @@ def launch(
     """`x` [M, K] by the weight: [M * slots, N] in the layer's dtype; with `routing`, only the rows that it names.
 
     `input_scale` f32 [M, 1] of 8-bit x. `routing`: ids of pairs by tile, experts of tiles, padded number of pairs.
+    Where launches are collected (`omniplat.portable.launch`), the kernel is asked for and the result holds anything.
     """
+    kernel = _KERNELS.ask(key)
+    if is_collecting():
+        return x.new_empty((len(x) * slots, form.out_features), dtype=form.dtype)
     ids, experts, padded = routing if routing is not None else (None, None, None)
     y: torch.Tensor = launch_kernel(
-        configs=schedule.configs,
+        configs=kernel.result(),
         inputs=x,
         weight=weight,
         weight_scale=weight_scale,
