@@ -128,7 +128,7 @@ def devices_page() -> str:
 
 def _device_cell(checkpoint: Path, device: str) -> str:
     try:
-        planned = make_planned(checkpoint, device)
+        planned = make_planned(checkpoint, device, scan="decisive")
     except OmniplatError as error:
         return f"not read: {error.message}"
     quantized = [item for item in planned.layers if item.layer.status != "unquantized"]

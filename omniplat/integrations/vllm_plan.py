@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 from vllm.platforms import current_platform
@@ -11,6 +12,7 @@ from omniplat.document import PlanCheckpoint
 from omniplat.errors import BackendUnavailableError, UsageError
 from omniplat.packed import PackedLayer
 from omniplat.planner import Planned, PlannedLayer, Target, plan_layers
+from omniplat.preflight import Scan
 
 #: Types of torch devices by the kinds of devices here, where they are called differently.
 _KINDS = {"cpu": "cpu", "cuda": "cuda", "xpu": "xpu", "npu": "npu"}
@@ -27,8 +29,10 @@ def engine_device() -> str:
 
 
 def plan_for_engine(checkpoint: str, revision: str | None = None) -> Planned:
-    """The plan of a folder or of an id of the Hub, as vLLM's loader can deliver it. Raises as `omniplat.plan` does."""
-    return make_planned(checkpoint, engine_device(), engine="vllm", revision=revision)
+    """The plan of a folder or of an id of the Hub, as vLLM's loader can deliver it. What the scales in a folder
+    forbid is refused. Raises as `omniplat.plan` does."""
+    scan: Scan = "needed" if os.path.lexists(checkpoint) else "none"
+    return make_planned(checkpoint, engine_device(), engine="vllm", revision=revision, scan=scan)
 
 
 def plan_for_rank(layer: PackedLayer) -> PlannedLayer:
