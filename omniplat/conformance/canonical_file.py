@@ -34,13 +34,13 @@ _CONFIG_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _FLOAT = ("BF16", "F16", "F32")
 
 
-def sizes_of(capability: Capability, scheme: Scheme, experts: int = 0) -> Sizes:
-    """Sizes near 256 that scheme and shape rules allow, for whole layers and for halves of them."""
+def sizes_of(capability: Capability, scheme: Scheme, experts: int = 0, ranks: int = 1) -> Sizes:
+    """Sizes near 256 that scheme and shape rules allow, for whole layers and for what each of `ranks` has of them."""
     rules = [rule for rule in capability.shapes if rule.dim in ("in", "out")]
     quant = scheme.weight
     unit = columns_unit(scheme) if quant.granularity != "block" else int(np.lcm(*quant.block))
-    hidden = fitting(256, rules, int(np.lcm(2 * unit, 8)))
-    inner = fitting(512, [*rules, *(r for r in capability.shapes if r.dim == "intermediate")], 2 * unit)
+    hidden = fitting(256, rules, int(np.lcm(ranks * unit, 8)))
+    inner = fitting(512, [*rules, *(r for r in capability.shapes if r.dim == "intermediate")], ranks * unit)
     return Sizes(hidden, inner, heads=4, kv_heads=2, head_dim=hidden // 4, experts=experts)
 
 

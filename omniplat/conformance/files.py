@@ -58,10 +58,11 @@ def published(subject: Subject, profile: str) -> Iterable[Named]:
         yield from spread(found, 1) if profile == "quick" else found
 
 
-def write_model(folder: Path, case: Named, *, experts: int = 0, mixed: Sequence[str] = ()) -> Written:
-    """A checkpoint of a case of `held`: what it is about in its scheme, the rest and `mixed` in 16 bits."""
+def write_model(folder: Path, case: Named, *, experts: int = 0, mixed: Sequence[str] = (), ranks: int = 1) -> Written:
+    """A checkpoint of a case of `held`, whose layers `ranks` can share: what it is about in its scheme, the rest and
+    `mixed` in 16 bits."""
     capability, scheme = _capability(case), case.value
-    sizes = sizes_of(capability, scheme, experts)
+    sizes = sizes_of(capability, scheme, experts, ranks)
     plain = [*mixed, *(dense_modules(sizes) if experts else ())]
     dtype = capability.dtypes[0]
     return write_canonical(folder, scheme, sizes, exceptions=dict.fromkeys(plain, UNQUANTIZED), dtype=dtype)

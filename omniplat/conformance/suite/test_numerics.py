@@ -49,7 +49,7 @@ Record = Callable[[str, object], None]
 
 def _exact(subject: Subject, profile: str) -> Iterable[Case]:
     for case in numeric_cases(subject, profile, "linear"):
-        if has_exact(case.scheme) and not case.capability.via:
+        if has_exact(case.scheme):
             # A product that is rounded before the bias is added is not exact where the sum is.
             bias = case.bias and not case.capability.rounds_before_bias
             yield replace(case, k=case_of(case.capability, case.scheme, k=160).k, bias=bias, variant="exact")
@@ -71,7 +71,7 @@ def _plain_experts(subject: Subject, profile: str) -> Iterable[Case]:
 
 def _exact_experts(subject: Subject, profile: str) -> Iterable[Case]:
     for case in _plain_experts(subject, profile):
-        if has_exact(case.scheme) and not case.capability.via:
+        if has_exact(case.scheme):
             yield replace(case, bias=False, variant="exact")
 
 

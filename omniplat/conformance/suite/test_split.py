@@ -49,7 +49,7 @@ def _moe(subject: Subject, profile: str) -> Iterable[Named]:
 @check("split", _linear)
 def test_tensor_parallel(subject: Subject, case: Named, tmp_path: Path) -> None:
     """Two ranks: outputs of column-parallel layers side by side, sums of row-parallel ones, are the whole's."""
-    written = write_model(tmp_path / "checkpoint", case)
+    written = write_model(tmp_path / "checkpoint", case, ranks=TP)
     planned = plan_model(written, subject, case)
     reader = ShardReader(written.folder)
     tested = 0
@@ -114,7 +114,7 @@ def _assert_side_by_side(
 @check("split", _moe)
 def test_experts_over_ranks(subject: Subject, case: Named, tmp_path: Path) -> None:
     """Two ranks with half of the experts each, and two with half of every expert: their outputs add up."""
-    written = write_model(tmp_path / "checkpoint", case, experts=4)
+    written = write_model(tmp_path / "checkpoint", case, experts=4, ranks=TP)
     planned = plan_model(written, subject, case)
     reader = ShardReader(written.folder)
     (item,) = [item for item in planned.layers if item.layer.op == "moe"]

@@ -194,6 +194,12 @@ class ReencodedMoeMxfp8Fnuz(ReencodedMoeMxfp8):
     name: ClassVar[str] = "reencoded_moe_mxfp8_fnuz"
 
 
+class ReencodedMoeMxfp4(ReencodedMoeMxfp8):
+    """MXFP4 weights likewise, in twice their size; inputs keep more than was declared."""
+
+    name: ClassVar[str] = "reencoded_moe_mxfp4"
+
+
 def _device_fp8(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes of e4m3fn and their scales as the device's fp8."""
     dtype = aiter("", "dtypes").fp8
