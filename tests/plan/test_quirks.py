@@ -18,18 +18,26 @@ from omniplat.device import ARCHITECTURES
 
 PACKAGES = {"cuda": "omniplat_cuda", "rocm": "omniplat_rocm", "xpu": "omniplat_xpu", "npu": "omniplat_ascend"}
 SPECS: dict[str, BackendSpec] = {kind: import_module(f"{name}.spec").SPEC for kind, name in PACKAGES.items()}
+
+
+def told(quirk: Quirk, arch: str, capability: Capability) -> bool:
+    return matches(quirk.kernels, capability.name) and (not quirk.archs or arch in quirk.archs)
+
+
+def architectures(kind: str, capability: Capability) -> tuple[str, ...]:
+    """One that a kernel runs on for every set of quirks that it has somewhere."""
+    every = capability.archs or ARCHITECTURES[kind]
+    sets = {tuple(told(quirk, arch, capability) for quirk in SPECS[kind].quirks): arch for arch in every}
+    return tuple(arch for told_here, arch in sets.items() if any(told_here))
+
+
 #: Kind of device, architecture, capability.
 USES = [
     (kind, arch, capability)
     for kind, spec in SPECS.items()
     for capability in spec.capabilities
-    for arch in (capability.archs or ARCHITECTURES[kind])[:: max(1, len(capability.archs) - 1)]
-    if any(matches(quirk.kernels, capability.name) for quirk in spec.quirks)
+    for arch in architectures(kind, capability)
 ]
-
-
-def told(quirk: Quirk, arch: str, capability: Capability) -> bool:
-    return matches(quirk.kernels, capability.name) and (not quirk.archs or arch in quirk.archs)
 
 
 @pytest.mark.parametrize(("kind", "arch", "capability"), USES, ids=[f"{k}:{a}-{c.name}" for k, a, c in USES])
