@@ -142,6 +142,25 @@ class BackendConflictError(OmniplatError):
         )
 
 
+class LayerMemoryError(OmniplatError, MemoryError):
+    """Memory does not suffice for a layer that is being loaded.
+
+    `nbytes` is what its weight takes as stored; what a kernel makes of it may take more. `free` is what the device has
+    left, None where that is not known.
+    """
+
+    def __init__(self, layer: str, device: str, nbytes: int, free: int | None = None) -> None:
+        left = "" if free is None else f"; {_mebibytes(free)} are free there"
+        super().__init__(
+            f"out of memory on {device} while loading {layer}, {_mebibytes(nbytes)} as stored{left}",
+            {"layer": layer, "device": device, "bytes": nbytes, "free": free},
+        )
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count} bytes" if count < 1 << 20 else f"{count / (1 << 20):.1f} MiB"
+
+
 class BackendApiError(OmniplatError):
     """A backend was written for an interface version that this omniplat does not speak."""
 

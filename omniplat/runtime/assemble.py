@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
 
 from omniplat.canonical import ROW_ROLES, Array, CanonicalWeight
 from omniplat.errors import InvalidCheckpointError
+from omniplat.runtime.memory import layer_memory
 from omniplat.scheme import Scheme
 
 
@@ -84,6 +85,11 @@ class Assembly:
             raise InvalidCheckpointError(f"covers rows of {self._name} that another part covers", key=module)
         filled[:] = True
 
+    @property
+    def nbytes(self) -> int:
+        """Of what was put so far, and of the room for what was not."""
+        return sum(array.nbytes for array in self._arrays.values())
+
     def finish(self) -> CanonicalWeight:
         """The whole weight; raises InvalidCheckpointError when rows are missing."""
         if not self._filled.all():
@@ -126,8 +132,9 @@ class Assembly:
 
     def _allocate(self, role: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         full = (self._experts, *shape) if self._experts else shape
-        # Only a bias may be absent from a part, and absent means zero.
-        array: Array = np.zeros(full, dtype) if role == "bias" else np.empty(full, dtype)
+        with layer_memory(self._name, prod(full) * dtype.itemsize):
+            # Only a bias may be absent from a part, and absent means zero.
+            array: Array = np.zeros(full, dtype) if role == "bias" else np.empty(full, dtype)
         self._arrays[role] = array
         return array
 

@@ -22,6 +22,7 @@ from omniplat.reading import TensorReader, canonical_module, read_roles
 from omniplat.runtime.assemble import Assembly
 from omniplat.runtime.kernel import Kernel, LinearKernel, MoeKernel, Workspaces
 from omniplat.runtime.layers import QuantExperts, QuantLinear
+from omniplat.runtime.memory import layer_memory
 from omniplat.runtime.slicer import (
     WHOLE,
     Rank,
@@ -93,12 +94,15 @@ class LinearLoader:
     def finish(
         self, device: torch.device | None = None, workspaces: Workspaces | None = None, stream: int = 0
     ) -> QuantLinear:
-        """Prepare the layer, on `device`. Raises InvalidCheckpointError when rows are missing."""
-        tensors = to_torch(self._assembly.finish(), device=device)
+        """Prepare the layer, on `device`. Raises InvalidCheckpointError when rows are missing, LayerMemoryError."""
+        weight = self._assembly.finish()
         del self._assembly
-        bias = tensors.tensors.get("bias")
-        layer = QuantLinear(self.spec, self._kernel, self._kernel.prepare(tensors, self.spec), bias)
-        layer.share_workspace(workspaces or Workspaces(), stream)
+        with layer_memory(self.spec.name, weight.nbytes, device):
+            tensors = to_torch(weight, device=device)
+            del weight
+            bias = tensors.tensors.get("bias")
+            layer = QuantLinear(self.spec, self._kernel, self._kernel.prepare(tensors, self.spec), bias)
+            layer.share_workspace(workspaces or Workspaces(), stream)
         return layer
 
 
@@ -184,13 +188,15 @@ class MoeLoader:
     def finish(
         self, device: torch.device | None = None, workspaces: Workspaces | None = None, stream: int = 0
     ) -> QuantExperts:
-        """Prepare the layer, on `device`. Raises InvalidCheckpointError when rows are missing."""
+        """Prepare the layer, on `device`. Raises InvalidCheckpointError when rows are missing, LayerMemoryError."""
         count = len(self.experts)
-        first = to_torch(self._w13.finish(), experts=count, device=device)
-        second = to_torch(self._w2.finish(), experts=count, device=device)
+        w13, w2 = self._w13.finish(), self._w2.finish()
         del self._w13, self._w2
-        layer = QuantExperts(self.spec, self._kernel, self._kernel.prepare(first, second, self.spec))
-        layer.share_workspace(workspaces or Workspaces(), stream)
+        with layer_memory(self.spec.name, w13.nbytes + w2.nbytes, device):
+            first, second = (to_torch(weight, experts=count, device=device) for weight in (w13, w2))
+            del w13, w2
+            layer = QuantExperts(self.spec, self._kernel, self._kernel.prepare(first, second, self.spec))
+            layer.share_workspace(workspaces or Workspaces(), stream)
         return layer
 
 

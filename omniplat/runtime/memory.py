@@ -1,11 +1,40 @@
-"""Memory that was freed, given back to the system."""
+"""Memory: what was freed is given back to the system, and where there is not enough, the layer is named."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
+
+import torch
+
+from omniplat.errors import LayerMemoryError
+
+#: How torch says that memory of the CPU does not suffice: by the text of a RuntimeError.
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+
+
+@contextmanager
+def layer_memory(name: str, nbytes: int, device: torch.device | None = None) -> Iterator[None]:
+    """Raise LayerMemoryError, of the layer `name` with its `nbytes` as stored, where memory does not suffice inside.
+
+    `device` is where the layer is put, the CPU when None.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as exc:
+        of_the_cpu = isinstance(exc, MemoryError) or _CPU_ALLOCATOR in str(exc)
+        if not of_the_cpu and not isinstance(exc, torch.OutOfMemoryError):
+            raise
+        where = torch.device("cpu") if of_the_cpu or device is None else device
+        raise LayerMemoryError(name, str(where), nbytes, _free(where)) from exc
+
+
+def _free(device: torch.device) -> int | None:
+    """Bytes that a device has left, those that torch holds for itself not counted."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def release_freed() -> None:

@@ -24,7 +24,7 @@ from omniplat.layer import LayerSpec
 from omniplat.runtime.assemble import Assembly
 from omniplat.runtime.kernel import LinearKernel, MoeKernel, Workspaces
 from omniplat.runtime.layers import QuantExperts, QuantLinear
-from omniplat.runtime.memory import release_freed
+from omniplat.runtime.memory import layer_memory, release_freed
 from omniplat.runtime.tensors import WeightTensors, to_array, to_torch
 from omniplat.scheme import Scheme
 
@@ -167,6 +167,10 @@ class _Matrices:
         """In the order in which they were expected."""
         return [pieces.take() for pieces in self._biases.values()]
 
+    @property
+    def nbytes(self) -> int:
+        return self._assembly.nbytes
+
     def finish(self) -> CanonicalWeight:
         return self._assembly.finish()
 
@@ -226,18 +230,19 @@ class OnlineLinear:
     def finish(
         self, device: torch.device | None = None, workspaces: Workspaces | None = None, stream: int = 0
     ) -> QuantLinear:
-        """Prepare the layer, on `device`. Raises InvalidCheckpointError when something is missing."""
+        """Prepare the layer, on `device`. Raises InvalidCheckpointError when something is missing, LayerMemoryError."""
         _require_all(self.spec.name, self.missing)
         weight = self._matrices.finish()
         if self._input_scale is not None:
             scale = np.array([self._input_scale], np.float32)
             weight = replace(weight, tensors={**weight.tensors, "input_scale": scale})
-        tensors = to_torch(weight, device=device)
-        biases = self._matrices.biases()
-        bias = torch.cat(biases).to(device or torch.device("cpu")) if biases else None
-        del self._matrices, weight
-        layer = QuantLinear(self.spec, self._kernel, self._kernel.prepare(tensors, self.spec), bias)
-        layer.share_workspace(workspaces or Workspaces(), stream)
+        with layer_memory(self.spec.name, weight.nbytes, device):
+            tensors = to_torch(weight, device=device)
+            biases = self._matrices.biases()
+            bias = torch.cat(biases).to(device or torch.device("cpu")) if biases else None
+            del self._matrices, weight
+            layer = QuantLinear(self.spec, self._kernel, self._kernel.prepare(tensors, self.spec), bias)
+            layer.share_workspace(workspaces or Workspaces(), stream)
         return layer
 
 
@@ -293,13 +298,14 @@ class OnlineExperts:
     def finish(
         self, device: torch.device | None = None, workspaces: Workspaces | None = None, stream: int = 0
     ) -> QuantExperts:
-        """Prepare the layer, on `device`. Raises InvalidCheckpointError when something is missing."""
+        """Prepare the layer, on `device`. Raises InvalidCheckpointError when something is missing, LayerMemoryError."""
         _require_all(self.spec.name, self.missing)
         assert self.spec.moe is not None
-        first, second = (_stacked(matrices, self.spec.moe.experts, device) for matrices in (self._w13, self._w2))
-        del self._w13, self._w2
-        layer = QuantExperts(self.spec, self._kernel, self._kernel.prepare(first, second, self.spec))
-        layer.share_workspace(workspaces or Workspaces(), stream)
+        with layer_memory(self.spec.name, self._w13.nbytes + self._w2.nbytes, device):
+            first, second = (_stacked(matrices, self.spec.moe.experts, device) for matrices in (self._w13, self._w2))
+            del self._w13, self._w2
+            layer = QuantExperts(self.spec, self._kernel, self._kernel.prepare(first, second, self.spec))
+            layer.share_workspace(workspaces or Workspaces(), stream)
         return layer
 
 
