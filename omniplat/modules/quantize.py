@@ -27,6 +27,7 @@ from omniplat.modules.sources import Source, arriving_tensors
 from omniplat.modules.survey import Survey, Verdict, all_places, components_of
 from omniplat.online import parse_routing
 from omniplat.planner import PlannedLayer, plan_layers
+from omniplat.portable.ahead import TOKENS, compile_kernels
 from omniplat.registry import default_registry, is_installed
 from omniplat.runtime.kernel import LinearKernel, Workspaces, load_kernel
 from omniplat.runtime.memory import release_freed
@@ -50,6 +51,7 @@ def quantize_model(
     allow: Iterable[str] = (),
     prefer: str | None = None,
     restorable: bool = True,
+    compile_for: Iterable[int] | None = None,
 ) -> Plan:
     """Quantize the linear layers and stacked experts of `model`, an `nn.Module` or a pipeline with `components`.
 
@@ -64,7 +66,9 @@ def quantize_model(
 
     `offload` is where a finished layer goes: "cpu", or a folder of files that are mapped; the model then moves nowhere.
     `calibration` are inputs, each a tensor, a tuple of arguments or a mapping of keywords, with which the model is
-    called for static scales of activations: the largest magnitude that a layer's input has, over 448.
+    called for static scales of activations: the largest magnitude that a layer's input has, over 448. `compile_for` is
+    as in `omniplat.load`, for layers that stay on the device; a kernel that cannot be compiled raises BackendLoadError
+    at the very end.
 
     Raises before anything of the model changes: UsageError for methods, options and patterns that mean nothing here,
     for weights that do not fit, and against known advice; UnsupportedCombinationError; BackendNotInstalledError;
@@ -94,6 +98,9 @@ def quantize_model(
         making.from_weights(model, survey, weights, key_mapping)
     if offload is None:
         _follow(model, where)
+        modules = (place.module for place in all_places(model).values())
+        made = [module for module in modules if isinstance(module, (ModelLinear, ModelExperts))]
+        compile_kernels(made, TOKENS if compile_for is None else compile_for)
     return planned.plan
 
 
