@@ -66,17 +66,29 @@ def method_for(
     return UnquantizedLinearMethod()
 
 
-class _LinearMethod(LinearMethodBase):  # type: ignore[misc]
-    """A linear layer of vLLM that runs as the member which loading gives it."""
+class _AwaitsTensors:
+    """What methods of linear layers and of experts share: a layer is made once its tensors are there."""
 
-    def __init__(self, workspaces: Workspaces) -> None:
-        self._workspaces = workspaces
-        self._loading: Loading | None = None
+    #: vllm-omni asks before it loads a model that is to be offloaded.
+    supports_offload_after_quant = True
+    _loading: Loading | None = None
+
+    def enable_offload_after_quant(self) -> None:
+        """Have each layer go to host memory as soon as it is made, which needs the device."""
+        assert self._loading is not None
+        self._loading.to_host = True
 
     def process_weights_after_loading(self, layer: Module) -> None:
         if self._loading is not None:
             remove_placeholders(layer, self._loading)
             self._loading = None
+
+
+class _LinearMethod(_AwaitsTensors, LinearMethodBase):  # type: ignore[misc]
+    """A linear layer of vLLM that runs as the member which loading gives it."""
+
+    def __init__(self, workspaces: Workspaces) -> None:
+        self._workspaces = workspaces
 
     def apply(self, layer: Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         # vLLM holds the bias, cuts it, and leaves it out on all ranks but one of a row-parallel layer.
@@ -110,7 +122,7 @@ class OmniplatLinearMethod(_LinearMethod):
             raise InvalidCheckpointError(
                 f"vLLM's layer is {needed} on this rank, the checkpoint's {found}", key=layer.prefix
             )
-        add_placeholders(layer, loading)
+        add_placeholders(layer, layer.prefix, loading)
         self._loading = loading
 
 
@@ -142,22 +154,16 @@ class OmniplatOnlineLinearMethod(_LinearMethod):
             extra_weight_attrs["weight_loader"],
             self._workspaces,
         )
-        add_placeholders(layer, loading)
+        add_placeholders(layer, layer.prefix, loading)
         self._loading = loading
 
 
-class _MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
+class _MoEMethod(_AwaitsTensors, FusedMoEMethodBase):  # type: ignore[misc]
     """vLLM's layer of experts, with vLLM's routing."""
 
     def __init__(self, layer: RoutedExperts, workspaces: Workspaces) -> None:
         super().__init__(layer.moe_config)
         self._workspaces = workspaces
-        self._loading: Loading | None = None
-
-    def process_weights_after_loading(self, layer: Module) -> None:
-        if self._loading is not None:
-            remove_placeholders(layer, self._loading)
-            self._loading = None
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """None: it describes vLLM's own kernels."""
@@ -206,7 +212,7 @@ class OmniplatMoEMethod(_MoEMethod):
                 f"rank, the checkpoint's {found[0]} of {found[2]} x {found[1]}",
                 key=layer.layer_name,
             )
-        add_placeholders(layer, loading)
+        add_placeholders(layer, layer.layer_name, loading)
         self._loading = loading
 
 
@@ -228,5 +234,5 @@ class OmniplatOnlineMoEMethod(_MoEMethod):
     ) -> None:
         """Raises UsageError for what the kernel contract cannot say, UnsupportedCombinationError without a kernel."""
         loading = OnlineLoadingExperts(layer, self._packed, self._workspaces)
-        add_placeholders(layer, loading)
+        add_placeholders(layer, layer.layer_name, loading)
         self._loading = loading

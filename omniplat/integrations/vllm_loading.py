@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -46,8 +46,15 @@ _ACTIVATIONS = {
 }
 
 
+def attach(layer: Module, member: Module, to_host: bool) -> None:
+    """Make `member` what runs `layer`, from host memory where it is only to be kept there."""
+    layer.add_module(MEMBER, member.to("cpu") if to_host else member)
+
+
 class LoadingLinear:
     """A linear layer of vLLM while its checkpoint modules arrive."""
+
+    to_host = False
 
     def __init__(
         self,
@@ -111,7 +118,7 @@ class LoadingLinear:
             return
         loader.put(index, tensors.arrays())
         if not self.missing:
-            setattr(self._layer, MEMBER, self._finish(param.device))
+            attach(self._layer, self._finish(param.device), self.to_host)
 
     def _finish(self, device: torch.device) -> QuantLinear | CompositeLinear:
         held = {name: loader.finish(device, self._workspaces) for name, loader in self._loaders}
@@ -120,6 +127,8 @@ class LoadingLinear:
 
 class LoadingExperts:
     """A layer of experts of vLLM while its checkpoint modules arrive."""
+
+    to_host = False
 
     def __init__(
         self, layer: RoutedExperts, planned: PlannedLayer, layers: EngineLayers, workspaces: Workspaces
@@ -187,7 +196,7 @@ class LoadingExperts:
         if tensors.take(name, loaded_weight, number if self._fused and not down else None):
             self._loader.put(slot, tensors.arrays())
             if not self.missing:
-                setattr(self._layer, MEMBER, self._loader.finish(param.device, self._workspaces, _BESIDE))
+                attach(self._layer, self._loader.finish(param.device, self._workspaces, _BESIDE), self.to_host)
         return True if return_success else None
 
 

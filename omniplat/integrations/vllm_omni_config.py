@@ -66,8 +66,15 @@ class OmniplatDiffusionConfig(OmniplatConfig):
 
     @property
     def is_checkpoint_quantized(self) -> bool:
-        """vllm-omni's loader asks, to load quantized checkpoints where they are offloaded to."""
-        return bool(self._components) and not self._online
+        """vllm-omni's loader asks whether weights are of use as they are stored: then a model that is to be offloaded
+        is loaded into host memory, and ranks copy one rank's parameters. Neither is possible: a layer is made on the
+        device, by every rank from the tensors that come."""
+        return not self.takes_layers and bool(getattr(self._native, "is_checkpoint_quantized", False))
+
+    @property
+    def data_type(self) -> str | None:
+        """As `is_checkpoint_quantized`, of AutoRound's configs."""
+        return None if self.takes_layers else getattr(self._native, "data_type", None)
 
     @property
     def takes_linears(self) -> bool:

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.utils import set_weight_attrs
 
 from omniplat.errors import InvalidCheckpointError
-from omniplat.integrations.vllm_loading import MEMBER, moe_activation
+from omniplat.integrations.vllm_loading import MEMBER, attach, moe_activation
 from omniplat.integrations.vllm_plan import plan_for_rank
 from omniplat.packed import PackedLayer, Split
 from omniplat.planner import PlannedLayer
@@ -31,6 +31,7 @@ class OnlineLoadingLinear:
     """A linear layer of vLLM that is quantized once all of its weight has come."""
 
     leaves = ("weight",)
+    to_host = False
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class OnlineLoadingLinear:
         for index, part in enumerate(torch.split(self._weight.data, self._rows)):
             self._online.put(part, index)
         self._weight = None
-        self._layer.add_module(MEMBER, self._online.finish(device, self._workspaces))
+        attach(self._layer, self._online.finish(device, self._workspaces), self.to_host)
         self._done = True
 
 
@@ -93,6 +94,7 @@ class OnlineLoadingExperts:
     """A layer of experts of vLLM, quantized expert by expert."""
 
     leaves = ("w13_weight", "w2_weight")
+    to_host = False
 
     def __init__(self, layer: RoutedExperts, packed: PackedLayer, workspaces: Workspaces) -> None:
         """Raises UsageError for what the kernel contract cannot say, UnsupportedCombinationError without a kernel."""
@@ -136,7 +138,7 @@ class OnlineLoadingExperts:
             start = inner if shard_id == "w3" else 0
             self._online.put_w13(loaded_weight[first : first + inner], expert, rows=range(start, start + inner))
         if self._online.complete:
-            layer.add_module(MEMBER, self._online.finish(param.device, self._workspaces))
+            attach(layer, self._online.finish(param.device, self._workspaces), self.to_host)
         return True if return_success else None
 
 

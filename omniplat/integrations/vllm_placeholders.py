@@ -11,6 +11,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from omniplat.errors import InvalidCheckpointError, UsageError
 from omniplat.integrations.vllm_names import parameter_name
+from omniplat.integrations.vllm_offload import require_resident
 
 #: vLLM's LoRA reads from a tensor of this name on which device a linear layer lies.
 _WHERE = "weight_packed"
@@ -28,9 +29,14 @@ class Loading(Protocol):
     @property
     def take(self) -> Callable[..., bool | None]: ...
 
+    #: Whether the finished layer goes to host memory while others are still loaded.
+    to_host: bool
 
-def add_placeholders(layer: Module, loading: Loading) -> None:
-    """Give `layer` a parameter for every tensor that the engine's loader may bring."""
+
+def add_placeholders(layer: Module, name: str, loading: Loading) -> None:
+    """Give `layer`, called `name`, a parameter for every tensor that the engine's loader may bring. Raises UsageError
+    where the engine is asked to offload one of them."""
+    require_resident(name, map(parameter_name, loading.leaves))
     for leaf in loading.leaves:
         param = Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False)
         layer.register_parameter(parameter_name(leaf), param)

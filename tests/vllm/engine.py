@@ -148,19 +148,19 @@ def tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def load(model: Model, folder: Path) -> None:
+def load(model: nn.Module, folder: Path, mapper: WeightsMapper = MAPPER) -> None:
     """As vLLM loads: its loader walks the model, then every quantization method processes its layer."""
     parameters = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
     with_stacked = {name for name, _ in model.named_modules()}
 
     def wanted() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors_of(folder):
-            mapped = MAPPER.apply_list([name])[0]
+            mapped = mapper.apply_list([name])[0]
             inside = any(mapped.startswith(module + ".") for module in parameters)
             if inside or (".experts." in mapped and mapped.partition(".experts.")[0] + ".experts" in with_stacked):
                 yield name, tensor
 
-    AutoWeightsLoader(model).load_weights(wanted(), mapper=MAPPER)
+    AutoWeightsLoader(model).load_weights(wanted(), mapper=mapper)
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if method is not None:

@@ -31,23 +31,27 @@ TRANSFORMERS = ("transformer", "transformer_2")
 
 @dataclass(frozen=True)
 class Request:
-    """A pipeline to run; `quantization` is what `Omni` is given. `method` is that of a checkpoint in 16 bit."""
+    """A pipeline to run; `quantization` and `options` are what `Omni` is given. `method` is that of a checkpoint in 16
+    bit."""
 
     key: str
     path: str
     quantization: str | Mapping[str, Any] | None = None
     method: str | Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Answer:
     """`image` are the pixels of what came out. `methods` are names of classes by module of the transformer, `errors`
-    relative L2 distances of the outputs of quantized modules to the oracle's. Or `error` is a traceback."""
+    relative L2 distances of the outputs of quantized modules to the oracle's; `held` are bytes that omniplat's layers
+    hold afterwards. Or `error` is a traceback."""
 
     key: str
     image: Sequence[int] = ()
     methods: Mapping[str, str] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
+    held: Mapping[str, int] = field(default_factory=dict)
     error: str = ""
     log: Sequence[str] = ()
 
@@ -90,7 +94,9 @@ def _run(request: Request, seen: list[Any]) -> Answer:
     logger.addHandler(log)
     omni = None
     try:
-        options = {} if request.quantization is None else {"quantization": request.quantization}
+        options = dict(request.options)
+        if request.quantization is not None:
+            options["quantization"] = request.quantization
         omni = Omni(model=request.path, enforce_eager=True, **options)
         sampling = OmniDiffusionSamplingParams(
             height=32, width=32, num_frames=5, num_inference_steps=2, seed=0, true_cfg_scale=1.0, guidance_scale=1.0
@@ -100,7 +106,11 @@ def _run(request: Request, seen: list[Any]) -> Answer:
         modules = _modules(seen)
         named = ((name, getattr(module, "quant_method", None)) for name, module in modules.items())
         methods = {name: type(method).__name__ for name, method in named if method is not None}
-        return Answer(request.key, pixels.tolist(), methods, dict(_errors(request, modules)), "", log.lines)
+        held = {name: modules[name].omniplat.nbytes for name in methods if hasattr(modules[name], "omniplat")}
+        # A layer without its memory cannot be asked.
+        present = {name: module for name, module in modules.items() if held.get(name)}
+        errors = dict(_errors(request, present))
+        return Answer(request.key, pixels.tolist(), methods, errors, held, log=log.lines)
     except BaseException:
         return Answer(request.key, error=traceback.format_exc(), log=log.lines)
     finally:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm import four_bit_checks
+from tests.vllm import four_bit_checks, moving_checks
 from tests.vllm.checks import ALONE, CHECKS, SHARED
 from tests.vllm.engine import free_port
 
 ANYWHERE = CHECKS | four_bit_checks.CHECKS
-WITH_TWO = SHARED | four_bit_checks.SHARED
+#: vllm-omni is imported by the last ones.
+WITH_TWO = SHARED | four_bit_checks.SHARED | moving_checks.SHARED
 
 
 @pytest.fixture(scope="session")

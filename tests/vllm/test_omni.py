@@ -156,6 +156,8 @@ def answers(pipelines: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
         Request("by component", plain, by_component, "mxfp8"),
         Request("another component's", plain, of_another),
         Request("stored", stored),
+        Request("stored, layer-wise", stored, options={"enable_layerwise_offload": True, "pin_cpu_memory": False}),
+        Request("stored, in turns", stored, options={"enable_cpu_offload": True, "pin_cpu_memory": False}),
         Request("stored, and said", stored, "mxfp8"),
         Request("stored, and said otherwise", stored, "int8"),
         Request("four bit", str(pipelines["four bit"])),
@@ -213,6 +215,18 @@ def test_quantized_checkpoints_are_loaded_as_they_are_stored(name: str, answers:
     assert max(answer.errors.values()) <= BOUND
     # The same rounding of the same weights: what is stored is what would have been made while loading.
     assert answer.image == answers["mxfp8"].image
+
+
+@pytest.mark.parametrize("name", ["stored, layer-wise", "stored, in turns"])
+def test_layers_are_offloaded(name: str, answers: dict[str, Answer]) -> None:
+    """By blocks, of which one is resident, and as a whole in turns with the text encoder."""
+    answer = answers[name]
+    assert answer.error == ""
+    assert answer.image == answers["stored"].image
+    assert answer.held.keys() == quantized(answer) == quantized(answers["stored"])
+    resident = {module for module, size in answer.held.items() if size}
+    first = {module for module in quantized(answer) if module.startswith("transformer_blocks.0.")}
+    assert resident == (first if name == "stored, layer-wise" else quantized(answer))
 
 
 def test_names_with_dots_are_delivered(answers: dict[str, Answer]) -> None:
@@ -306,9 +320,11 @@ def test_what_the_engine_runs_is_left_to_it(
     """On a device where the engine's own FP8 works: no defect of its build for CPUs is known here."""
     monkeypatch.setattr("omniplat.integrations.vllm_defects.DEFECTS", ())
     native = Fp8Config()
+    native.is_checkpoint_quantized, native.data_type = True, "mx_fp"
     config = OmniplatDiffusionConfig("fp8", {}, "gaps", native)
     with engine(1) as current:
         current.model_config = ModelSurface()
+        assert not config.is_checkpoint_quantized
         config.maybe_update_config(str(pipelines["plain"]))
         layer = ReplicatedLinear(
             128,
@@ -320,7 +336,9 @@ def test_what_the_engine_runs_is_left_to_it(
         )
     assert type(layer.quant_method).__module__.startswith("vllm.")
     assert config.get_name() == native.get_name()
-    # What models read from the engine's config is there, and nothing else is.
+    # What models and loaders read from the engine's config is there, and nothing else is.
+    assert config.is_checkpoint_quantized
+    assert config.data_type == "mx_fp"
     assert config.activation_scheme == native.activation_scheme
     assert not hasattr(config, "no_such_option")
     assert type(pickle.loads(pickle.dumps(config))) is OmniplatDiffusionConfig

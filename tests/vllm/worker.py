@@ -18,6 +18,7 @@ def main() -> None:
     rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     # What vLLM's launcher sets: the name of the shared memory through which ranks on one CPU talk.
     os.environ["VLLM_DIST_IDENT"] = str(port)
+    os.environ["OMNIPLAT_VLLM_OMNI_CPU"] = "1"
     start(rank, 2, port)
     results = {}
     for name, check in (ANYWHERE | WITH_TWO).items():
