@@ -40,6 +40,8 @@ _BUILT_PLAIN = {
     ),
     "wan": ("time_proj", "proj_out"),
 }
+#: The same of vLLM's models, whatever the family.
+_PLAIN_GATES = ("shared_expert_gate",)
 #: Stacks that vLLM's layer of experts recognises by name.
 _STACKS = ("gate_up_proj", "w13")
 
@@ -94,6 +96,8 @@ def _module_problems(
         yield "its vocabulary layers are no linear layers: it takes a 16-bit weight for them"
     if has_suffix(name, _BUILT_PLAIN.get(family.name, ())):
         yield f"vllm-omni builds {leaf} without a quantization method: it takes a 16-bit weight for it"
+    if has_suffix(name, _PLAIN_GATES):
+        yield f"its models build {leaf} without a quantization method: they take a 16-bit weight for it"
     ordered = part.row_order != AS_IS
     if ordered and family.name not in REORDERED:
         yield f"its loader is not known to keep the rows of {leaf}, which lie in an order of their own"

