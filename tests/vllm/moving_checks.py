@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from vllm.distributed import destroy_model_parallel
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
@@ -69,6 +70,8 @@ class Transformer(nn.Module):
     def __init__(self, config: Mapping[str, Any], quant: OmniplatConfig, count: int) -> None:
         super().__init__()
         self.quant_config = quant
+        # How vllm-omni's models say what their fused modules hold.
+        self.stacked_params_mapping = [(".qkv_proj", f".{part}_proj", part) for part in "qkv"]
         self.transformer_blocks = nn.ModuleList(
             [Block(config, quant, f"transformer_blocks.{index}") for index in range(count)]
         )
@@ -176,9 +179,45 @@ def sharded(rank: int, world: int, scratch: Path) -> None:
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after, strict=True))
 
 
+def adapted(rank: int, world: int, scratch: Path) -> None:
+    """A LoRA adapter of vllm-omni for one part of a fused projection and for one that is not fused, and without it."""
+    from vllm.lora.request import LoRARequest
+    from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
+
+    folder = scratch / f"adapter-{rank}"
+    folder.mkdir()
+    shapes = {"v_proj": (64, 256), "o_proj": (256, 256)}
+    generator = torch.Generator().manual_seed(0)
+    products, tensors = {}, {}
+    for name, (rows, columns) in shapes.items():
+        a, b = (torch.randn(*shape, generator=generator) * 0.1 for shape in ((8, columns), (rows, 8)))
+        at = f"base_model.model.transformer.transformer_blocks.0.self_attn.{name}"
+        tensors |= {f"{at}.lora_A.weight": a, f"{at}.lora_B.weight": b}
+        products[name] = 2.0 * b.to(torch.bfloat16).double() @ a.to(torch.bfloat16).double()  # lora_alpha / r
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": sorted(shapes), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with transformer(rank, world) as (model, x, y):
+        attention = model.transformer_blocks[0].self_attn
+        before = {"v_proj": attention.qkv_proj(x)[0], "o_proj": attention.o_proj(x)[0]}
+        manager = DiffusionLoRAManager(pipeline_of(model), CPU, torch.bfloat16)
+        manager.set_active_adapter(LoRARequest("adapter", 1, str(folder)))
+        after = {"v_proj": attention.qkv_proj(x)[0], "o_proj": attention.o_proj(x)[0]}
+        for name, product in products.items():
+            rows = len(product)
+            added = (after[name] - before[name])[:, -rows:].double()
+            wanted = x.double() @ product.T
+            assert torch.linalg.norm(added - wanted) <= 0.02 * torch.linalg.norm(wanted), name
+            assert torch.equal(after[name][:, :-rows], before[name][:, :-rows])
+        assert not torch.equal(model(x), y)
+        manager.set_active_adapter(None)
+        assert torch.equal(model(x), y)
+
+
 #: With two ranks only.
 SHARED: dict[str, Check] = {
     "offload-layer-wise": layer_wise,
     "offload-layer-wise-shared": layer_wise_shared,
+    "lora-of-diffusion-models": adapted,
     "hsdp": sharded,
 }
