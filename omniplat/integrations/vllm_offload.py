@@ -17,7 +17,8 @@ def require_resident(name: str, parameters: Iterable[str]) -> None:
     the options that select parameters by name select them.
     """
     option, selected = _asked(get_current_vllm_config().offload_config)
-    if option and (not selected or any(f".{item}." in f".{name}.{leaf}." for item in selected for leaf in parameters)):
+    names = [f".{name}.{leaf}." for leaf in parameters]
+    if option and (not selected or any(f".{item}." in full for item in selected for full in names)):
         raise UsageError(
             f"{name}: {option} takes parameters that a layer has before weights are loaded, and layers that omniplat "
             "runs have none: leave it out, or select other layers by name"

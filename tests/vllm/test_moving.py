@@ -112,6 +112,7 @@ def offloading(config: VllmConfig, **options: object) -> None:
         ({"cpu_offload_gb": 1.0, "cpu_offload_params": {"self_attn"}}, "cpu_offload_gb"),
         ({"cpu_offload_gb": 1.0, "cpu_offload_params": {"o_proj.qweight"}}, "cpu_offload_gb"),
         ({"offload_group_size": 2}, "offload_group_size"),
+        ({"offload_group_size": 2, "offload_params": {"norm", "mlp", "o_proj"}}, "offload_group_size"),
         ({}, ""),
         ({"cpu_offload_gb": 1.0, "cpu_offload_params": {"embed_tokens", "o_proj.qweights"}}, ""),
         ({"offload_group_size": 2, "offload_params": {"norm"}}, ""),
@@ -157,6 +158,8 @@ def test_layers_go_to_the_host_as_they_are_made(name: str, one_rank: None) -> No
         layers = [module for module in model.modules() if hasattr(module, "quant_method")]
         assert DiffusersPipelineLoader._request_offload_after_quant(model) == len(layers)
         assert all(layer.quant_method._loading.to_host for layer in layers)
+        # Nor are they on the list of methods that ranks cannot share while they offload, which are to be on `meta`.
+        assert DiffusersPipelineLoader._unsupported_dlo_allgather_online_quant_methods(model) == ()
         load(model, folder)
     assert len(members(model)) == len(layers)
     for to_host in (False, True):
