@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omniplat.portable.quantize import has_triton
-from tests.support.triton import needs_compiler, run_without_interpreter
+from tests.portable.test_weight_only import layer_of, weight_of
+from tests.support.triton import needs_compiler, needs_cuda, run_without_interpreter
 
 if has_triton():
     import triton
@@ -198,6 +199,22 @@ def test_while_launches_are_collected_nothing_is_launched(driver: StandIn) -> No
     assert [value is values for value in collected[0][1][:3]] == [True, True, True]
     launch((1, 1, 1), (values, None, values), (1, 16, 1))
     assert len(driver.launched) == 1
+
+
+@needs_cuda
+def test_two_streams_run_one_layer() -> None:
+    layer = layer_of(weight_of("mxfp4"), "cuda")
+    inputs = torch.randn(2, 40, 5, 384, device="cuda").bfloat16()
+    wanted = torch.stack([torch.stack([layer(x) for x in row]) for row in inputs])
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    found: list[list[torch.Tensor]] = [[], []]
+    for index in range(inputs.shape[1]):
+        for stream, row, results in zip(streams, inputs, found, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(layer(row[index]))
+    torch.cuda.synchronize()
+    torch.testing.assert_close(torch.stack([torch.stack(results) for results in found]), wanted, rtol=0, atol=0)
 
 
 def test_without_the_interpreter() -> None:
