@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
+from importlib.util import find_spec
+from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
@@ -103,7 +105,20 @@ def _state(group: str, name: str, mode: str, environ: Mapping[str, str]) -> str:
         return f"not called: {_ALLOWED}={allowed}"
     if name == "omniplat_cpu":
         return "active" if environ.get(CPU_VARIABLE) == "1" else f"waits for {CPU_VARIABLE}=1"
-    return "registers nothing: OMNIPLAT_DISPATCH=off" if mode == OFF else "active"
+    if mode == OFF:
+        return "registers nothing: OMNIPLAT_DISPATCH=off"
+    if group.startswith("vllm_omni.") and not _takes_builders():
+        return "active for ModelOpt's checkpoints alone: this vllm-omni takes no builders of methods"
+    return "active"
+
+
+def _takes_builders() -> bool:
+    """False for a vllm-omni after 0.30, by its source: importing it would start an engine's plugins."""
+    spec = find_spec("vllm_omni")
+    if spec is None or spec.origin is None:
+        return True
+    factory = Path(spec.origin).parent / "quantization" / "factory.py"
+    return not factory.is_file() or "def register_quantization_override" in factory.read_text(encoding="utf-8")
 
 
 def _judge(checkpoint: str, mode: str, engine: EngineReport) -> CheckpointReport:

@@ -323,6 +323,17 @@ def test_without_vllm_the_reason_is_given() -> None:
         vllm_ops.operator("marlin_gemm")
 
 
+@pytest.mark.parametrize(("version", "refused"), [("", False), ("0.30.0", False), ("0.30.1.dev3", False),
+                                                  ("0.29.2", True), ("0.31.0", True)])  # fmt: skip
+def test_other_versions_are_refused_whatever_they_register(version: str, refused: bool) -> None:
+    problem = vllm_ops.version_problem(version)
+    assert bool(problem) == refused
+    assert (
+        not refused
+        or problem == f"vLLM's operators are called as those of vllm>=0.30,<0.31, and {version} is installed"
+    )
+
+
 def test_operators_of_another_version_are_refused() -> None:
     """Marlin took an order of columns until 0.29."""
     if not MISSING:

@@ -13,6 +13,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 import torch
+from packaging.requirements import Requirement
 
 from omniplat.errors import BackendLoadError, UsageError
 from omniplat.host import installed_version
@@ -48,7 +49,9 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 def operator(name: str) -> torch._ops.OpOverload:
     """vLLM's operator of that name, a key of `ARGUMENTS`. Raises BackendLoadError, with the reason, where it is not
-    there, or takes other arguments than those of vLLM 0.30."""
+    there, where another vLLM is installed, or where it takes other arguments than those of vLLM 0.30."""
+    if problem := _version_problem_here():
+        raise BackendLoadError("cuda", problem)
     if not hasattr(torch.ops._C, name):
         try:
             import_module(_MODULE)
@@ -59,17 +62,29 @@ def operator(name: str) -> torch._ops.OpOverload:
     if packet is None:
         raise BackendLoadError("cuda", f"vLLM {installed_version('vllm')} registers no _C::{name}; {VLLM} does")
     overload: torch._ops.OpOverload = packet.default
-    _require_arguments(overload, name)
+    if problem := _arguments_problem(overload, name):
+        raise BackendLoadError("cuda", problem)
     return overload
 
 
+def version_problem(found: str) -> str:
+    """Why an installed version of vLLM ("" for none) may not bring the operators; "" where it may."""
+    if not found or Requirement(VLLM).specifier.contains(found, prereleases=True):
+        return ""
+    return f"vLLM's operators are called as those of {VLLM}, and {found} is installed"
+
+
+@lru_cache(maxsize=1)
+def _version_problem_here() -> str:
+    return version_problem(installed_version("vllm"))
+
+
 @lru_cache(maxsize=64)
-def _require_arguments(overload: torch._ops.OpOverload, name: str) -> None:
+def _arguments_problem(overload: torch._ops.OpOverload, name: str) -> str:
     found = tuple(argument.name for argument in overload._schema.arguments)
-    if found != ARGUMENTS[name]:
-        raise BackendLoadError(
-            "cuda", f"_C::{name} of {VLLM} takes {', '.join(ARGUMENTS[name])}; the one here takes {', '.join(found)}"
-        )
+    if found == ARGUMENTS[name]:
+        return ""
+    return f"_C::{name} of {VLLM} takes {', '.join(ARGUMENTS[name])}; the one here takes {', '.join(found)}"
 
 
 def _require_half(dtype: torch.dtype, name: str) -> None:
