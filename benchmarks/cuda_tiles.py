@@ -9,8 +9,12 @@ are sorted, fastest first; BF16 `torch.matmul` of the same run stands at the hea
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from itertools import product
+from multiprocessing import get_context
 
 import numpy as np
 import torch
@@ -21,31 +25,46 @@ from omniplat.layer import LayerSpec
 from omniplat.portable import int8_gemm_triton as int8
 from omniplat.portable import weight_only_triton as weight_only
 from omniplat.portable.weight_only import PortableLinear
-from omniplat.portable.word_weights import decode_form
+from omniplat.portable.word_weights import WordForm, decode_form
 from omniplat.runtime.tensors import to_torch
 from omniplat.scheme import Scheme
 
 Run = Callable[[int], object]
+#: Rows of the weight that is made; larger ones are copies of it.
+MADE = 256
 
 
-def weight_only_runs(scheme: str, n: int, k: int, m: int, wide: bool) -> Iterator[tuple[str, int, Run]]:
-    """(tile, bytes of a weight, call with a copy) of every tile."""
-    weight = random_weight(Scheme.parse(f"{scheme}/a16"), n, k, np.random.default_rng(0))
-    kernel = PortableLinear()
-    spec = LayerSpec("bench", "linear", n, k, weight.scheme)
-    prepared = kernel.prepare(to_torch(weight, device=torch.device("cuda")), spec)
-    form = decode_form(prepared.config.form)
-    size = sum(t.numel() * t.element_size() for t in prepared.tensors.values())
-    copies = [{name: t.clone() for name, t in prepared.tensors.items()} for _ in range(max(2, -(-ROTATED // size)))]
+def buffers_of(scheme: str, n: int, k: int) -> tuple[WordForm, dict[str, torch.Tensor]]:
+    weight = random_weight(Scheme.parse(f"{scheme}/a16"), MADE, k, np.random.default_rng(0))
+    spec = LayerSpec("bench", "linear", MADE, k, weight.scheme)
+    prepared = PortableLinear().prepare(to_torch(weight, device=torch.device("cuda")), spec)
+    tensors = {
+        name: held.repeat([n // MADE if size == MADE else 1 for size in held.shape])
+        for name, held in prepared.tensors.items()
+    }
+    return replace(decode_form(prepared.config.form), out_features=n), tensors
+
+
+def weight_only_tiles(m: int) -> Iterator[weight_only.Tile]:
+    tokens = min(128, max(8, 1 << (m - 1).bit_length()))
+    few = [(16, 4), (32, 4), (64, 4), (32, 8)]
+    many = [(64, 0, 4), (128, 0, 4), (128, 0, 8), (256, 0, 8)]
+    if m > 64:
+        for (row, slices, warps), stages in product(many, (3, 4)):
+            yield weight_only.Tile(row, tokens, slices, warps, stages)
+        return
+    for (row, slices), stages, unroll in product(few, (2, 3, 4), (1, 2)):
+        yield weight_only.Tile(row, tokens, slices, slices, stages, unroll)
+
+
+def weight_only_runs(scheme: str, n: int, k: int, m: int) -> Iterator[tuple[str, int, Run]]:
+    """(tile, copies of the weight, call with one of them) of every tile."""
+    form, tensors = buffers_of(scheme, n, k)
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    copies = [{name: t.clone() for name, t in tensors.items()} for _ in range(max(2, -(-ROTATED // size)))]
     x = torch.randn(m, k, device="cuda").bfloat16()
     y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-    tokens = min(128, max(16, 1 << (m - 1).bit_length()))
-    shapes = [(64, 0, 4), (128, 0, 4), (128, 0, 8), (256, 0, 8)]
-    if m <= 64:
-        shapes = [(16, 4, 4), (32, 4, 4), (32, 8, 8), (64, 4, 4)]
-        shapes += [(16, 8, 8), (16, 2, 2), (32, 2, 2), (64, 8, 8), (64, 0, 4)] if wide else []
-    for (row, slices, warps), stages in product(shapes, (2, 3, 4) if m <= 64 else (3, 4)):
-        tile = weight_only.Tile(row, tokens, slices, warps, stages)
+    for tile in weight_only_tiles(m):
 
         def run(i: int, tile: weight_only.Tile = tile) -> None:
             held = copies[i % len(copies)]
@@ -55,6 +74,14 @@ def weight_only_runs(scheme: str, n: int, k: int, m: int, wide: bool) -> Iterato
             )
 
         yield str(tile), len(copies), run
+
+
+def compiled(scheme: str, k: int, m: int) -> None:
+    """Puts every tile's kernel into Triton's cache on the disk: they do not depend on the weight's rows."""
+    for _, _, run in weight_only_runs(scheme, MADE, k, m):
+        # a tile that cannot be compiled says so when it is measured
+        with contextlib.suppress(Exception):
+            run(0)
 
 
 def int8_runs(n: int, k: int, m: int) -> Iterator[tuple[str, int, Run]]:
@@ -95,16 +122,19 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="+", default=["mxfp4"])
     parser.add_argument("--shapes", nargs="+", default=["12288x3072"])
     parser.add_argument("--rows", type=int, nargs="+", default=[16])
-    parser.add_argument("--wide", action="store_true", help="more tiles")
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    if arguments.kernel == "weight_only":
+        depths = sorted({int(shape.split("x")[1]) for shape in arguments.shapes})
+        with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+            list(pool.map(compiled, *zip(*product(arguments.schemes, depths, arguments.rows), strict=True)))
     for shape, m in product(arguments.shapes, arguments.rows):
         n, k = (int(size) for size in shape.split("x"))
         x = torch.randn(m, k, device="cuda").bfloat16()
         halves = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(max(2, -(-ROTATED // (2 * n * k))))]
         base, _ = measured("bf16", len(halves), lambda i, x=x, halves=halves: torch.matmul(x, halves[i].t()), m)
         for scheme in arguments.schemes if arguments.kernel == "weight_only" else ["int8"]:
-            runs = int8_runs(n, k, m) if scheme == "int8" else weight_only_runs(scheme, n, k, m, arguments.wide)
+            runs = int8_runs(n, k, m) if scheme == "int8" else weight_only_runs(scheme, n, k, m)
             print(f"{scheme} {shape} M={m}: bf16 {base:.1f} us", flush=True)
             for time, name in sorted(measured(*run, m) for run in runs):
                 print(f"  {time:8.1f} us  {base / time:5.2f}x  {name}", flush=True)

@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 
 from omniplat.portable.launch import Launch
-from omniplat.portable.word_kernels_triton import multiplier, value_of
+from omniplat.portable.word_decode_triton import decoded_parts, decoder_for, kind_of_zero, multiplier, of_block
 from omniplat.portable.word_weights import WordForm
 from omniplat.portable.words import parts_of
+from omniplat.portable.words_ptx import base_of
 
 #: Rows of a program's tile, and blocks of columns that it goes through.
 _ROWS = 32
@@ -28,40 +29,59 @@ def _decode(  # type: ignore[no-untyped-def]  # Triton looks annotations up amon
     y,
     N,
     word_stride,
-    scale_stride,
+    scale_step,
     K: tl.constexpr,
+    ASM: tl.constexpr,
+    OPERANDS: tl.constexpr,
+    EXTRA: tl.constexpr,
     ELEMENT: tl.constexpr,
     PARTS: tl.constexpr,
     DEPTH: tl.constexpr,
     SCALE: tl.constexpr,
+    RAISED: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     ZERO: tl.constexpr,
+    BASE: tl.constexpr,
     ROW_SCALE: tl.constexpr,
     BN: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    n = tl.program_id(0) * BN + tl.arange(0, BN)[:, None]
-    d = tl.arange(0, DEPTH)[None, :]
-    inside = (n < N) & (d < DEPTH)
-    n_wide = n.to(tl.int64)
+    PACKED: tl.constexpr = SCALE == "packed_e8m0" or SCALE == "packed_bf16"
+    BLOCK: tl.constexpr = PARTS * DEPTH
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    d = tl.arange(0, DEPTH)
+    n_inside = n < N
+    row = n.to(tl.int64)
     by_row = tl.full([BN, 1], 1.0, tl.float32)
     if ROW_SCALE:
-        by_row = tl.load(row_scale + n, mask=n < N, other=0.0)
-    for block in tl.static_range(BLOCKS):
-        first = (tl.program_id(1) * BLOCKS + block) * PARTS * DEPTH
-        held = tl.load(words + n_wide * word_stride + first // PARTS + d, mask=inside & (first + d * 0 < K), other=0)
+        by_row = tl.load(row_scale + n, mask=n_inside, other=0.0)[:, None]
+    for step in tl.static_range(BLOCKS):
+        # tensors beside `n`: the interpreter takes no mask that a scalar took part in
+        block = n * 0 + tl.program_id(1) * BLOCKS + step
+        inside = n_inside & (block * BLOCK < K)
+        held = tl.load(words + (row * word_stride + block * DEPTH)[:, None] + d[None, :], mask=inside[:, None], other=0)
+        used, below = held, held
+        if PACKED:
+            used = tl.load(scale + row + block * scale_step, mask=inside, other=0)
+        if ZERO != "":
+            below = of_block(zero + row, N, block * BLOCK, inside, K, PARTS, DEPTH, GROUP)
+        w = decoded_parts(
+            held, table, below, used, ASM, OPERANDS, EXTRA, ELEMENT, PARTS, SCALE, RAISED, ZERO, BASE, PACKED, True
+        )
         for part in tl.static_range(PARTS):
-            column = first + part * DEPTH + d
-            here = inside & (column < K)
-            value = value_of(held, table, part, ELEMENT)
-            group = column // GROUP
-            if ZERO:
-                value -= tl.load(zero + n_wide * scale_stride + group, mask=here, other=0).to(tl.float32)
-            if SCALE != "none":
-                at = scale + (n_wide // ROWS) * scale_stride + group
-                value *= multiplier(tl.load(at, mask=here, other=0), SCALE)
-            tl.store(y + n_wide * K + column, (value * by_row).to(y.dtype.element_ty), mask=here)
+            first = block * BLOCK + part * DEPTH
+            value = w[part].to(tl.float32)
+            if ZERO == "fraction":
+                value -= below[part][:, None]
+            if SCALE != "none" and not PACKED:
+                stored = tl.load(
+                    scale + row // ROWS + (first // GROUP) * scale_step, mask=inside & (first < K), other=0
+                )
+                value *= multiplier(stored, 0, SCALE, RAISED)[:, None]
+            column = first[:, None] + d[None, :]
+            at = y + (row * K)[:, None] + column
+            tl.store(at, (value * by_row).to(y.dtype.element_ty), mask=inside[:, None] & (column < K))
 
 
 def decoded(
@@ -76,25 +96,31 @@ def decoded(
     """The weight [N, K] in `dtype`: values times scales in float32, rounded once. Buffers as in `word_tensors`."""
     n, columns = form.out_features, form.in_features
     y = torch.empty((n, columns), dtype=dtype, device=words.device)
-    _launch_of(form, columns, zero is not None, row_scale is not None)(
+    _launch_of(form, columns, kind_of_zero(zero), row_scale is not None, words.device)(
         (-(-n // _ROWS), -(-columns // (parts_of(form.bits) * form.depth * _BLOCKS)), 1),
         (words, table, scale, zero, row_scale, y),
-        (n, words.stride(-2), scale.stride(-2)),
+        (n, words.stride(-2), scale.shape[-1]),
     )
     return y
 
 
 @lru_cache(maxsize=1024)
-def _launch_of(form: WordForm, columns: int, zero: bool, row_scale: bool) -> Launch:
+def _launch_of(form: WordForm, columns: int, zero: str, row_scale: bool, device: torch.device) -> Launch:
+    held = decoder_for(form, True, zero, form.scale.startswith("packed"), device)
     constants = {
         "K": columns,
+        "ASM": held.text,
+        "OPERANDS": held.constraints,
+        "EXTRA": held.extra,
         "ELEMENT": form.element,
         "PARTS": parts_of(form.bits),
         "DEPTH": form.depth,
         "SCALE": form.scale,
+        "RAISED": form.raised,
         "GROUP": form.group,
         "ROWS": form.rows,
         "ZERO": zero,
+        "BASE": base_of(form.element, True),
         "ROW_SCALE": row_scale,
         "BN": _ROWS,
         "BLOCKS": _BLOCKS,

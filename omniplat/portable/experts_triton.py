@@ -12,7 +12,13 @@ import triton.language as tl
 
 from omniplat.portable.launch import Launch
 from omniplat.portable.routing import Sorted
-from omniplat.portable.weight_only_triton import ExpertTiles, Tile, folds, tile_of, weight_only_product
+from omniplat.portable.weight_only_triton import (
+    ExpertTiles,
+    folds,
+    least_tokens,
+    tile_of_experts,
+    weight_only_product,
+)
 from omniplat.portable.word_weights import WordForm
 
 #: Columns of one program.
@@ -79,10 +85,11 @@ def combine(
     return y
 
 
-def tokens_of(rows: int, experts: int) -> int:
-    """Rows of a tile for `rows` pairs of a token and an expert, spread evenly over `experts`."""
-    each = -(-rows // experts)
-    return min(128, max(16, 1 << (each - 1).bit_length()))
+def tokens_of(rows: int, experts: int, device: torch.device) -> int:
+    """Rows of a tile for `rows` pairs of a token and an expert: half as many again as an expert has on average, since a
+    second tile of an expert decodes its weight anew."""
+    each = -(-3 * rows // (2 * experts))
+    return min(128, max(least_tokens(device), 1 << (each - 1).bit_length()))
 
 
 def tiles_of(order: Sorted, tokens: int) -> ExpertTiles:
@@ -97,7 +104,7 @@ def tiles_of(order: Sorted, tokens: int) -> ExpertTiles:
     within = tile - torch.nn.functional.pad(behind[:-1], (1, 0))[expert]
     first = starts[expert] + within * tokens
     end = torch.where(found < experts, torch.minimum(ends[expert], first + tokens), first)
-    return ExpertTiles(*(part.to(torch.int32) for part in (order.rows, expert, first, end)))
+    return ExpertTiles(*(part.to(torch.int32) for part in (order.rows, expert, first, end)), tokens)
 
 
 def in_place(tiles: ExpertTiles) -> ExpertTiles:
@@ -115,10 +122,6 @@ def product(x: torch.Tensor, buffers: list[torch.Tensor | None], form: WordForm,
     assert scale is not None
     x = x if x.stride(-1) == 1 else x.contiguous()
     y = torch.empty((len(tiles.rows), form.out_features), dtype=x.dtype, device=x.device)
-    tile = tile_for(len(tiles.rows), len(words), form, x.dtype)
+    tile = tile_of_experts(tiles.tokens, folds(form, x.dtype))
     weight_only_product(x, words, table, scale, zero, row_scale, bias, y, form, tile, tiles)
     return y
-
-
-def tile_for(rows: int, experts: int, form: WordForm, dtype: torch.dtype) -> Tile:
-    return tile_of(tokens_of(rows, experts), folds(form, dtype))

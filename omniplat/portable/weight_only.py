@@ -107,7 +107,7 @@ def _on_device(
 ) -> torch.Tensor:
     if not has_triton() or x.dtype not in (torch.bfloat16, torch.float16):
         return _plain(x, words, scale, zero, row_scale, table, pre_scale, bias, form, out_dtype)
-    from omniplat.portable.weight_only_triton import folds, tile_of, weight_only_product
+    from omniplat.portable.weight_only_triton import folds, least_tokens, tile_of, weight_only_product
 
     held = decode_form(form)
     rows = x if x.dim() == 2 and pre_scale is None else _smoothed(x, pre_scale)
@@ -122,7 +122,7 @@ def _on_device(
         return F.linear(rows, weight, bias).view(*x.shape[:-1], held.out_features)
     y = torch.empty((*x.shape[:-1], held.out_features), dtype=out_dtype, device=x.device)
     if count:
-        tile = tile_of(count, folds(held, x.dtype))
+        tile = tile_of(count, held.out_features, folds(held, x.dtype), least_tokens(x.device))
         weight_only_product(rows, words, table, scale, zero, row_scale, bias, y, held, tile)
     return y
 

@@ -131,7 +131,8 @@ def _experts(
         return weighted_sum(out, order.place, topk_weights, order.ends[-1:], out_dtype)
     from omniplat.portable import experts_triton
 
-    tiles = experts_triton.tiles_of(order, experts_triton.tokens_of(len(order.rows), len(words)))
+    tokens = experts_triton.tokens_of(len(order.rows), len(words), x.device)
+    tiles = experts_triton.tiles_of(order, tokens)
     both = experts_triton.product(x, w13, first, tiles)
     if activation == "silu" and not limit:
         hidden = experts_triton.silu_and_mul(both)

@@ -8,10 +8,11 @@ from functools import lru_cache
 import torch
 
 from omniplat.portable.launch import Launch
+from omniplat.portable.word_decode_triton import computes_in_pairs, decoder_for, kind_of_zero
 from omniplat.portable.word_kernels_triton import few_tokens, many_tokens
 from omniplat.portable.word_weights import WordForm
 from omniplat.portable.words import parts_of
-from omniplat.portable.words_ptx import base_of, instructions
+from omniplat.portable.words_ptx import base_of
 
 #: Tiles of the weight that share the tiles of tokens while those are in the cache.
 _BAND = 8
@@ -22,20 +23,23 @@ _NO_TILES = (None,) * 4
 class ExpertTiles:
     """Which rows of which expert each tile of tokens has: int32.
 
-    `rows` [R], sorted by expert, are rows of x; tile t has those from `first[t]` up to `end[t]`, of `expert[t]`.
+    `rows` [R], sorted by expert, are rows of x; tile t has those from `first[t]` up to `end[t]`, of `expert[t]`, and
+    at most `tokens` of them.
     """
 
     rows: torch.Tensor
     expert: torch.Tensor
     first: torch.Tensor
     end: torch.Tensor
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Rows of the weight and tokens of one program, and how it is run.
 
-    `slices` of K are shared among the warps of a program; with 0 it is for many tokens.
+    `slices` of K are shared among the warps of a program, which take `unroll` blocks of words at a time. With 0
+    slices it is for many tokens.
     """
 
     rows: int
@@ -43,26 +47,45 @@ class Tile:
     slices: int
     warps: int
     stages: int
+    unroll: int = 1
 
 
 @lru_cache(maxsize=4096)
-def tile_of(m: int, fold: bool) -> Tile:
-    """Measured on an H200; see docs/performance.md."""
+def tile_of(m: int, n: int, fold: bool, least: int = 16) -> Tile:
+    """Of `m` tokens and a weight of `n` rows. Measured on an H200; see docs/performance.md. `least`: tokens of the
+    smallest tile, see `least_tokens`."""
+    tokens = max(least, 1 << (m - 1).bit_length())
+    if m <= 16:
+        return Tile(32, tokens, 4, 4, 3)
     if m <= 64:
-        return Tile(32, max(16, 1 << (m - 1).bit_length()), 4, 4, 2)
-    return Tile(128, 128, 0, 4, 3) if fold else Tile(64, 128, 0, 4, 3)
+        return Tile(64 if n >= 8192 else 32, tokens, 4, 4, 2)
+    return _tile_of_many(128, fold)
+
+
+def tile_of_experts(tokens: int, fold: bool) -> Tile:
+    """The same for the rows of one expert, at most `tokens` of them: there are tiles enough without small ones."""
+    return Tile(64, tokens, 4, 4, 2) if tokens <= 16 else _tile_of_many(tokens, fold)
+
+
+def _tile_of_many(tokens: int, fold: bool) -> Tile:
+    return Tile(128 if fold else 64, tokens, 0, 4, 3)
+
+
+def least_tokens(device: torch.device) -> int:
+    """Tokens of the smallest tile that a product takes."""
+    return 8 if computes_in_pairs(device) else 16
 
 
 def folds(form: WordForm, dtype: torch.dtype) -> bool:
     """True where scales go into the weight before the product: bf16 holds them, and their products with these codes,
     exactly."""
-    return dtype == torch.bfloat16 and form.scale in ("e8m0", "e4m3") and form.element in ("fp4_e2m1", "fp8_e4m3")
+    return dtype == torch.bfloat16 and form.scale.startswith("packed")
 
 
-@lru_cache(maxsize=256)
-def _asm(element: str, bits: int, bf16: bool, fold: bool, packed: bool) -> tuple[str, ...]:
-    """The instructions that decode each part; "" for those that have none."""
-    return tuple(instructions(element, part, bf16, fold) if packed else "" for part in range(parts_of(bits)))
+def _shared(form: WordForm, zero_kind: str) -> int:
+    """Consecutive parts of a block that share a scale, and whose products are added up before it."""
+    counts = [count for count in (4, 2) if count <= parts_of(form.bits) and form.group % (count * form.depth) == 0]
+    return 1 if zero_kind == "fraction" or not counts else counts[0]
 
 
 def weight_only_product(
@@ -90,12 +113,13 @@ def weight_only_product(
         tile,
         columns,
         x.dtype,
-        "" if zero is None else ("fraction" if zero.is_floating_point() else "integer"),
+        kind_of_zero(zero),
         row_scale is not None,
         bias is not None,
         tiles is not None,
         x.device,
     )
+    steps = scale.shape[-1], n, scale.shape[-2] * scale.shape[-1], 0 if zero is None else zero.shape[-2] * n
     launch(
         (tiles_n, tiles_m, 1) if tile.slices else (tiles_n * tiles_m, 1, 1),
         (
@@ -109,7 +133,7 @@ def weight_only_product(
             y,
             *(_NO_TILES if tiles is None else (tiles.rows, tiles.expert, tiles.first, tiles.end)),
         ),
-        (tiles_m, m, n, x.stride(0), words.stride(-2), scale.stride(-2), scale.shape[-2]),
+        (tiles_m, m, n, x.stride(0), words.stride(-2), *steps),
     )
 
 
@@ -128,25 +152,28 @@ def _launch_of(
     bf16 = dtype == torch.bfloat16
     parts = parts_of(form.bits)
     fold = folds(form, dtype)
-    own = {"SLICES": tile.slices} if tile.slices else {"BAND": _BAND}
+    held = decoder_for(form, bf16, zero, fold, device)
+    own = {"SLICES": tile.slices, "UNROLL": tile.unroll} if tile.slices else {"BAND": _BAND}
     constants = {
         "K": columns,
         "EXPERTS": experts,
-        "ASM": _asm(form.element, form.bits, bf16, fold, computes_in_pairs(device)),
+        "ASM": held.text,
+        "OPERANDS": held.constraints,
+        "EXTRA": held.extra,
         "ELEMENT": form.element,
         "PARTS": parts,
         "DEPTH": form.depth,
         "SCALE": form.scale,
+        "RAISED": form.raised,
         "GROUP": form.group,
         "ROWS": form.rows,
-        # all parts of a block in one group, and nothing else to be done with each part's product
-        "ONE_SCALE": form.scale != "none" and form.group % (parts * form.depth) == 0 and zero != "fraction",
+        "SHARED": _shared(form, zero),
         "FOLD": fold,
         "ZERO": zero,
         "BASE": base_of(form.element, bf16),
         "ROW_SCALE": row_scale,
         "BIAS": bias,
-        "EVEN": columns % (parts * form.depth * max(1, tile.slices)) == 0,
+        "EVEN": columns % (parts * form.depth * max(1, tile.slices) * tile.unroll) == 0,
         "BF16": bf16,
         # The interpreter multiplies the bits of bf16 numbers, not their values.
         "WIDE": device.type == "cpu",
@@ -156,9 +183,3 @@ def _launch_of(
     }
     kernel = few_tokens if tile.slices else many_tokens
     return Launch(kernel, constants, num_warps=tile.warps, num_stages=tile.stages)
-
-
-@lru_cache(maxsize=64)
-def computes_in_pairs(device: torch.device) -> bool:
-    """True where PTX computes on pairs of 16-bit floats, bf16 among them: NVIDIA from sm80 on."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)

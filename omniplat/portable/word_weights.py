@@ -7,10 +7,11 @@ from functools import lru_cache
 
 import msgspec
 import torch
+import torch.nn.functional as F
 
 from omniplat.oracle.codecs import element_values
 from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_WEIGHTS
-from omniplat.portable.words import DEPTH, from_words, to_words
+from omniplat.portable.words import DEPTH, from_words, parts_of, to_words
 from omniplat.runtime.finite import e8m0_scale, fp8_codes
 from omniplat.runtime.tensors import WeightTensors
 from omniplat.scheme import TensorQuant
@@ -22,6 +23,10 @@ _ROLES = frozenset({"codes", "scale", "zero_point", "global_scale", "pre_scale",
 #: What static activations bring; nothing is quantized here.
 _UNUSED = frozenset({"input_scale", "input_zero_point", "input_global_scale"})
 _SCALES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+#: How much smaller, as a power of two, a code's bits are when they stand in a bf16: what packed scales make up for.
+_RAISED = {"fp4_e2m1": 126, "fp8_e4m3": 120}
+#: e4m3 scales are held as this power of two less, and rows make up for it: raised they would exceed bf16.
+_LOWERED_E4M3 = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,9 @@ class WordForm:
     """What the buffers hold.
 
     `element`   of the codes; `bits` of one and `depth` columns of a part (`omniplat.portable.words`).
-    `scale`     how scales are stored: "e8m0", "e4m3", "f32", "bf16", "f16", or "none" where only rows have one.
+    `scale`     how scales are stored: "e8m0", "e4m3", "f32", "bf16", "f16", or "none" where only rows have one. Or all
+                of a block's parts in one number: "packed_e8m0", as bytes; "packed_bf16". Those are 2^`raised` times
+                what they stand for (`omniplat.portable.words_ptx`).
     `group`     columns that share a scale, `rows` rows that do (blocks).
     """
 
@@ -41,6 +48,7 @@ class WordForm:
     rows: int
     out_features: int
     in_features: int
+    raised: int = 0
 
 
 def why_not(weight: WeightTensors) -> str:
@@ -71,28 +79,59 @@ def form_of(weight: WeightTensors) -> WordForm:
         scale = quant.scale_format
     else:
         scale = _SCALES[_float_scale(weight.tensors["scale"]).dtype]
-    depth = DEPTH if group % DEPTH == 0 or per_row or quant.granularity in ("tensor", "channel") else DEPTH // 2
-    return WordForm(quant.element, _BITS[quant.element], depth, scale, group, rows, weight.out_features, columns)
+    bits = _BITS[quant.element]
+    depth = DEPTH if group % DEPTH == 0 or group == columns else DEPTH // 2
+    raised = 0
+    if quant.granularity == "group" and group == depth and scale in ("e8m0", "e4m3") and quant.element in _RAISED:
+        # a number of less than 4 bytes goes through no pipeline
+        scale = "packed_e8m0" if scale == "e8m0" and bits == 4 else "packed_bf16"
+        raised = _RAISED[quant.element]
+    return WordForm(quant.element, bits, depth, scale, group, rows, weight.out_features, columns, raised)
 
 
 def _float_scale(scale: torch.Tensor) -> torch.Tensor:
     return scale if scale.dtype in _SCALES else scale.to(torch.float32)
 
 
-def _stored_scale(weight: WeightTensors, form: WordForm, name: str) -> torch.Tensor:
+def _scales(weight: WeightTensors, form: WordForm, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales as the form says; f32 [..., N], what whole rows are scaled by beside them: scales of rows, NVFP4's global
+    scale, and what packing moved there."""
     scale = weight.tensors["scale"]
     if form.scale == "none":
-        return torch.empty((*weight.tensors["codes"].shape[:-2], 1, 0), dtype=torch.float32, device=scale.device)
+        empty = torch.empty((*weight.tensors["codes"].shape[:-2], 0, 1), dtype=torch.float32, device=scale.device)
+        return empty, scale.to(torch.float32).squeeze(-1).contiguous()
+    row = weight.tensors.get("global_scale")
+    row = None if row is None else row.to(torch.float32).squeeze(-1).contiguous()
+    if form.raised and weight.scheme.weight.scale_format == "e8m0":
+        return _packed_e8m0(e8m0_scale(scale, name), row, form)
+    if form.raised:
+        held = scale.view(torch.float8_e4m3fn).to(torch.float32) * 2.0 ** (form.raised - _LOWERED_E4M3)
+        lowered = scale.new_full(scale.shape[:-1], 2.0**_LOWERED_E4M3, dtype=torch.float32)
+        return _packed(held.to(torch.bfloat16).view(torch.int16), form), lowered if row is None else lowered * row
     if form.scale == "e8m0":
-        return e8m0_scale(scale, name).contiguous()
-    return (scale.view(torch.uint8) if form.scale == "e4m3" else _float_scale(scale)).contiguous()
+        return e8m0_scale(scale, name).contiguous(), row
+    return (scale.view(torch.uint8) if form.scale == "e4m3" else _float_scale(scale)).contiguous(), row
 
 
-def _row_scale(weight: WeightTensors, form: WordForm) -> torch.Tensor | None:
-    """f32 [..., N]: scales of whole rows, and NVFP4's global scale."""
-    source = "scale" if form.scale == "none" else "global_scale"
-    held = weight.tensors.get(source)
-    return None if held is None else held.to(torch.float32).squeeze(-1).contiguous()
+def _packed_e8m0(
+    scale: torch.Tensor, row: torch.Tensor | None, form: WordForm
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Exponents raised. Rows whose largest would no longer be a bf16's are lowered as a whole; what then lies under
+    the smallest exponent is 2^-127 of the row's largest, and less than a rounding of it."""
+    most = 254 - form.raised
+    excess = (scale.amax(-1, keepdim=True).to(torch.int16) - most).clamp_min(0)
+    held = (scale.to(torch.int16) - excess).clamp_min(0) + form.raised
+    if bool(excess.any()):
+        lowered = torch.exp2(excess.squeeze(-1).to(torch.float32))
+        row = lowered if row is None else lowered * row
+    return _packed(held.to(torch.uint8) if form.scale == "packed_e8m0" else held << 7, form), row
+
+
+def _packed(scale: torch.Tensor, form: WordForm) -> torch.Tensor:
+    """Scales of a block's parts side by side in one number; zeros fill up the last block."""
+    parts = parts_of(form.bits)
+    whole = F.pad(scale, (0, -scale.shape[-1] % parts)).contiguous()
+    return whole.view(torch.int32 if parts * whole.element_size() == 4 else torch.int64)
 
 
 def _bytes_of(codes: torch.Tensor, quant: TensorQuant, name: str) -> torch.Tensor:
@@ -117,20 +156,23 @@ def decode_form(text: str) -> WordForm:
 
 def word_tensors(weight: WeightTensors, form: WordForm, name: str) -> dict[str, torch.Tensor]:
     """The buffers of a weight that `why_not` allows: `words` int16 [N, K * bits / 16] (K filled up to whole blocks);
-    `scale` as stored, [N, G], or [ceil(N/bn), ceil(K/bk)] of blocks; `zero` uint8 or f32 [N, G]; `row_scale` f32 [N],
-    one factor for each row; `table` f32 [16] of codes that are no numbers; `pre_scale` f32 [K]. Experts lead, but for
-    `table`. Raises InvalidCheckpointError, naming the layer `name`, for codes and e8m0 scales of NaN."""
+    `scale` as the form says, [G, N], [ceil(K/bk), ceil(N/bn)] of blocks, or packed; `zero` uint8 or f32 [G, N];
+    `row_scale` f32 [N], one factor for each row; `table` f32 [16] of codes that are no numbers; `pre_scale` f32 [K].
+    Experts lead, but for `table`. Raises InvalidCheckpointError, naming the layer `name`, for codes and e8m0 scales of
+    NaN."""
     codes = weight.tensors["codes"]
     rows = _bytes_of(codes.reshape(-1, codes.shape[-1]), weight.scheme.weight, name)
-    tensors = {
-        "words": to_words(rows, form.bits, form.depth).view(*codes.shape[:-1], -1),
-        "scale": _stored_scale(weight, form, name),
-    }
-    if (row_scale := _row_scale(weight, form)) is not None:
+    scale, row_scale = _scales(weight, form, name)
+    if form.scale != "none":
+        scale = scale.transpose(-1, -2).contiguous()
+    words = to_words(rows, form.element, form.bits, form.depth).view(*codes.shape[:-1], -1)
+    tensors = {"words": words, "scale": scale}
+    if row_scale is not None:
         tensors["row_scale"] = row_scale
     if "zero_point" in weight.tensors:
         zero = weight.tensors["zero_point"]
-        tensors["zero"] = zero.to(torch.float32 if zero.is_floating_point() else torch.uint8).contiguous()
+        zero = zero.to(torch.float32 if zero.is_floating_point() else torch.uint8)
+        tensors["zero"] = zero.transpose(-1, -2).contiguous()
     if form.element in _TABLES:
         tensors["table"] = code_values(form.element).to(codes.device)
     if "pre_scale" in weight.tensors:
@@ -146,14 +188,14 @@ def dequantized(
     form: WordForm,
 ) -> torch.Tensor:
     """The weight of one layer or expert, f32 [N, K]."""
-    codes = from_words(words, form.bits, form.depth, form.in_features)
+    codes = from_words(words, form.element, form.bits, form.depth, form.in_features)
     weight = code_values(form.element).to(words.device)[codes.to(torch.int64)]
     if form.scale != "none":
         column = torch.arange(form.in_features, device=words.device) // form.group
         row = torch.arange(form.out_features, device=words.device) // form.rows
         if zero is not None:
-            weight = weight - zero.to(torch.float32)[row][:, column]
-        weight = weight * _multipliers(scale, form.scale)[row][:, column]
+            weight = weight - zero.to(torch.float32).t()[row][:, column]
+        weight = weight * _multipliers(scale.t().contiguous(), form)[row][:, column]
     return weight if row_scale is None else weight * row_scale[:, None]
 
 
@@ -166,8 +208,10 @@ def code_values(element: str) -> torch.Tensor:
     return torch.tensor([float(value) for value in element_values(element)], dtype=torch.float32)
 
 
-def _multipliers(scale: torch.Tensor, stored: str) -> torch.Tensor:
-    if stored == "e8m0":
-        exponent = scale.to(torch.int32) - 127
+def _multipliers(scale: torch.Tensor, form: WordForm) -> torch.Tensor:
+    if form.scale.endswith("e8m0"):
+        exponent = scale.view(torch.uint8).to(torch.int32) - 127 - form.raised
         return torch.ldexp(torch.ones(exponent.shape, dtype=torch.float64, device=scale.device), exponent).float()
-    return (scale.view(torch.float8_e4m3fn) if stored == "e4m3" else scale).to(torch.float32)
+    if form.scale == "packed_bf16":
+        return scale.view(torch.bfloat16).to(torch.float32) * 2.0**-form.raised
+    return (scale.view(torch.float8_e4m3fn) if form.scale == "e4m3" else scale).to(torch.float32)

@@ -1,20 +1,30 @@
-"""PTX that decodes one part of two words at a time into a pair of 16-bit floats, for NVIDIA from sm80 on.
+"""PTX that decodes all parts of two words into pairs of 16-bit floats, for NVIDIA from sm80 on.
 
-`$1` holds two words, one in each half of a register; part j of both is shifted to where a mask makes it the float's
-bits. Floats of 4 and 8 bits keep their sign on top and put exponent and mantissa around the boundary of the wider ones,
-which makes them too small by a power of two; a product mends it, exactly, also for subnormals. Integers are put into
-the mantissa of a number whose unit is 1, which `$2` (a pair of floats) takes away again, with a zero point if there is
-one.
+A register holds two words, one in each half, and each part of both becomes a register of two floats.
+
+* Floats of 4 and 8 bits lie in the word where a shift and a mask give the wider float's bits
+  (`omniplat.portable.words`). That makes them too small by a power of two. A product mends it, exactly, also for
+  subnormals; where scales go into the weight, they are held larger by that power, and the product is theirs.
+* Integers are put into the mantissa of a number whose unit is 1, which is taken away again, with a zero point if there
+  is one.
+* Codes of tables pick the two bytes of their bf16 number among the table's, eight entries at a time.
 """
 
 from __future__ import annotations
 
-#: (element, bf16) -> (right shift of exponent and mantissa, their mask, the factor that mends the exponent)
+from dataclasses import dataclass
+
+import numpy as np
+
+from omniplat.oracle.codecs import element_values
+from omniplat.portable.words import moves_of
+
+#: (element, bf16) -> how far to the left the wider float has a code's sign and its magnitude; what mends the exponent.
 _FLOATS: dict[tuple[str, bool], tuple[int, int, int]] = {
-    ("fp4_e2m1", True): (6, 0x01C0, 0x7E80),  # 2^126
-    ("fp4_e2m1", False): (3, 0x0E00, 0x7400),  # 2^14
-    ("fp8_e4m3", True): (4, 0x07F0, 0x7B80),  # 2^120
-    ("fp8_e4m3", False): (1, 0x3F80, 0x5C00),  # 2^8
+    ("fp4_e2m1", True): (12, 6, 0x7E80),  # 2^126
+    ("fp4_e2m1", False): (12, 9, 0x7400),  # 2^14
+    ("fp8_e4m3", True): (8, 4, 0x7B80),  # 2^120
+    ("fp8_e4m3", False): (8, 7, 0x5C00),  # 2^8
 }
 #: (element, bf16) -> (the number whose unit is 1, as bits and as a float; what code 0 stands for)
 _INTEGERS: dict[tuple[str, bool], tuple[int, float, float]] = {
@@ -25,6 +35,17 @@ _INTEGERS: dict[tuple[str, bool], tuple[int, float, float]] = {
     ("int8", False): (0x6400, 1024.0, -128.0),
     ("uint8", False): (0x6400, 1024.0, 0.0),
 }
+_TABLES = ("nf4", "fp4_bnb")
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """`text` of the instructions and the `constraints` of their operands: a register for each part, the words, and
+    what else goes in: `extra` is "", "less" (pairs for each part) or "factor" (scales as they are held)."""
+
+    text: str
+    constraints: str
+    extra: str
 
 
 def base_of(element: str, bf16: bool) -> float:
@@ -35,34 +56,122 @@ def base_of(element: str, bf16: bool) -> float:
     return carrier - least
 
 
+def decoder(element: str, bits: int, bf16: bool, zero: bool, scale: str) -> Decoder | None:
+    """The instructions for an element; None where there are none and Triton's operations serve.
+
+    `zero`: integers have a zero point, which comes in with `base_of` in it. `scale`: "packed_e8m0" or "packed_bf16"
+    where the floats are scaled by what is so held (`omniplat.portable.word_weights`), else "".
+    """
+    parts = 16 // bits
+    if (element, bf16) in _FLOATS:
+        return _float(element, bits, bf16, scale)
+    if (element, bf16) in _INTEGERS:
+        return _integer(element, bits, parts, bf16, zero)
+    if element in _TABLES and bf16:
+        return _table(element)
+    return None
+
+
 def _twice(half: int) -> str:
     return f"0x{half << 16 | half:08X}"
 
 
-def instructions(element: str, part: int, bf16: bool, fold: bool) -> str:
-    """The text for one part, with a factor `$3` (a pair of floats) where `fold` says so.
+def _made(parts: int, inputs: str, extra: str, names: str, lines: list[str]) -> Decoder:
+    registers = f".reg .b32 {names}; " if names else ""
+    constraints = ",".join(["=r"] * parts + ["r", *inputs])
+    return Decoder("{ " + registers + " ".join(lines) + " }", constraints, extra)
 
-    "" for what is decoded without: tables, and int8 in bf16, which has too few bits.
-    """
+
+def _shifted(to: str, by: int) -> str:
+    """`to` = the words, moved to the left by `by` bits; the right where that is negative."""
+    return f"shl.b32 {to}, w, {by};" if by >= 0 else f"shr.u32 {to}, w, {-by};"
+
+
+def _float(element: str, bits: int, bf16: bool, scale: str) -> Decoder:
+    parts = 16 // bits
     kind = "bf16x2" if bf16 else "f16x2"
-    bits = 4 if element.endswith("4") or element == "fp4_e2m1" else 8
-    if (element, bf16) in _FLOATS:
-        down, mask, factor = _FLOATS[element, bf16]
-        up = 16 - bits * (part + 1)
-        return (
-            f"{{ .reg .b32 a, b, c, z; shl.b32 a, $1, {up}; shr.u32 b, a, {down}; and.b32 b, b, {_twice(mask)}; "
-            f"lop3.b32 a, a, 0x80008000, b, 0xEA; mov.b32 c, {_twice(factor)}; mov.b32 z, 0x80008000; "
-            + (
-                f"fma.rn.{kind} a, a, c, z; fma.rn.{kind} $0, a, $3, z; }}"
-                if fold
-                else f"fma.rn.{kind} $0, a, c, z; }}"
+    sign, magnitude, mend = _FLOATS[element, bf16]
+    lines = [f"mov.b32 w, ${parts}; mov.b32 z, 0x80008000; mov.b32 f, {_twice(mend)};"]
+    if scale == "packed_bf16" and parts == 4:
+        lines.append("mov.b64 {l, h}, $5; mov.b64 {m, o}, $6;")
+    elif scale == "packed_bf16":
+        lines.append("mov.b32 l, $3; mov.b32 m, $4;")
+    for part, moves in enumerate(moves_of(element, bits)):
+        masks: dict[int, int] = {}
+        for mask, left in moves:
+            home = sign if mask == 1 << (bits - 1) else magnitude
+            masks[home - left] = masks.get(home - left, 0) | mask << home
+        for index, (shift, mask) in enumerate(masks.items()):
+            source = "b" if shift else "w"
+            if shift:
+                lines.append(_shifted("b", shift))
+            if index:
+                lines.append(f"lop3.b32 a, {source}, {_twice(mask)}, a, 0xEA;")
+            else:
+                lines.append(f"and.b32 a, {source}, {_twice(mask)};")
+        if scale:
+            lines.append(_factor(part, parts, scale))
+        lines.append(f"fma.rn.{kind} ${part}, a, f, z;")
+    inputs = {"": "", "packed_bf16": "ll" if parts == 4 else "rr", "packed_e8m0": "rr"}[scale]
+    return _made(parts, inputs, "factor" if scale else "", "w, a, b, f, z, l, h, m, o", lines)
+
+
+def _factor(part: int, parts: int, scale: str) -> str:
+    """`f` = the scales of the two words' part, as a pair of bf16."""
+    if scale == "packed_bf16":
+        low, high = ("l", "m") if part < 2 else ("h", "o")
+        return f"prmt.b32 f, {low}, {high}, {'0x5410' if part % 2 == 0 else '0x7632'};"
+    # a byte of e8m0 is the exponent of a bf16, seven bits further up; 4-bit codes alone have it
+    other = part + 4
+    picked = f"prmt.b32 f, ${parts + 1}, ${parts + 2}, 0x{other}{other}{part}{part};"
+    return f"{picked} shl.b32 f, f, 7; and.b32 f, f, {_twice(0x7F80)};"
+
+
+def _integer(element: str, bits: int, parts: int, bf16: bool, zero: bool) -> Decoder:
+    kind = "bf16x2" if bf16 else "f16x2"
+    one = 0x3F80 if bf16 else 0x3C00
+    carrier = _INTEGERS[element, bf16][0]
+    mask = _twice(2**bits - 1)
+    lines = [f"mov.b32 w, ${parts}; mov.b32 c, {_twice(carrier)}; mov.b32 o, {_twice(one)};"]
+    if not zero:
+        least = np.float32(-base_of(element, bf16))
+        half = int(least.view(np.uint32)) >> 16 if bf16 else int(np.float16(least).view(np.uint16))
+        lines.append(f"mov.b32 l, {_twice(half)};")
+    for part in range(parts):
+        source = "w" if not part else "a"
+        lines.append("" if not part else f"shr.u32 a, w, {bits * part};")
+        lines.append(f"lop3.b32 a, {source}, {mask}, c, 0xEA;")
+        lines.append(f"fma.rn.{kind} ${part}, a, o, {f'${parts + 1 + part}' if zero else 'l'};")
+    return _made(parts, "r" * parts if zero else "", "less" if zero else "", "w, a, c, o, l", lines)
+
+
+def _table(element: str) -> Decoder:
+    """Four codes are a selector of `prmt`, which takes one byte of eight for each: of upper or of lower ones."""
+    wide = np.array([float(value) for value in element_values(element)], np.float32).view(np.uint32)
+    # to the nearest bf16, ties to even
+    entries = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
+    lines = []
+    for name, shift in (("l", 0), ("h", 8)):
+        for quarter in range(4):
+            packed = sum(((int(entry) >> shift) & 255) << (8 * i) for i, entry in enumerate(entries[quarter * 4 :][:4]))
+            lines.append(f"mov.b32 {name}{quarter}, 0x{packed:08X};")
+    # The sign of byte 4, all ones, is what a nibble of 12 selects; byte 0, all zeros, what one of 0 does.
+    lines.append(
+        "mov.b32 n, 0; mov.b32 t, 0x80; and.b32 s, $4, 0x77777777; and.b32 u, $4, 0x88888888; "
+        "shr.u32 v, u, 1; or.b32 u, u, v;"
+    )
+    for word in "xy":
+        if word == "y":
+            lines.append("shr.u32 s, s, 16; shr.u32 u, u, 16;")
+        lines.append("prmt.b32 m, n, t, u;")
+        for name in "lh":
+            lines.append(
+                f"prmt.b32 a, {name}0, {name}1, s; prmt.b32 b, {name}2, {name}3, s; lop3.b32 {name}, a, b, m, 0xD8;"
             )
-        )
-    if (element, bf16) in _INTEGERS:
-        carrier = _INTEGERS[element, bf16][0]
-        one = 0x3F80 if bf16 else 0x3C00
-        return (
-            f"{{ .reg .b32 a, o, c; shr.u32 a, $1, {bits * part}; mov.b32 c, {_twice(carrier)}; "
-            f"lop3.b32 a, a, {_twice(2**bits - 1)}, c, 0xEA; mov.b32 o, {_twice(one)}; fma.rn.{kind} $0, a, o, $2; }}"
-        )
-    return ""
+        lines.append(f"prmt.b32 {word}0, l, h, 0x5140; prmt.b32 {word}1, l, h, 0x7362;")
+    lines.append(
+        "prmt.b32 $0, x0, y0, 0x5410; prmt.b32 $1, x0, y0, 0x7632; "
+        "prmt.b32 $2, x1, y1, 0x5410; prmt.b32 $3, x1, y1, 0x7632;"
+    )
+    names = "n, t, s, u, v, m, a, b, l, h, l0, l1, l2, l3, h0, h1, h2, h3, x0, x1, y0, y1"
+    return _made(4, "", "", names, lines)

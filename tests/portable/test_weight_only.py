@@ -100,7 +100,7 @@ def test_the_triton_form(weight_id: str, dtype: str, slices: int, device: str) -
 @pytest.mark.parametrize("weight_id", [*SCHEMES, "uint4-g64 with fractions"])
 @pytest.mark.parametrize(("n", "k"), [(80, 384), (33, 1152)])
 def test_the_weight_decoded_once(weight_id: str, n: int, k: int, device: str) -> None:
-    """In float32 every operation is the plain form's, in its order."""
+    """In float32 every operation is the plain form's, in its order; codes of tables are rounded to bf16 before."""
     from omniplat.portable.decode_triton import decoded
 
     name, *fractions = weight_id.split(" with ")
@@ -110,7 +110,9 @@ def test_the_weight_decoded_once(weight_id: str, n: int, k: int, device: str) ->
     optional = (tensors.get(role) for role in ("zero", "row_scale"))
     held = tensors["words"], tensors["scale"], *optional, form
     found = decoded(held[0], tensors.get("table"), *held[1:], torch.float32)
-    assert torch.equal(found, dequantized(*held))
+    # the interpreter cuts numbers off where devices round them to bf16
+    rounded = 2**-7 if form.element in ("nf4", "fp4_bnb") else 0.0
+    torch.testing.assert_close(found, dequantized(*held), rtol=rounded, atol=0.0)
 
 
 @pytest.mark.parametrize("device", [pytest.param(TRITON_DEVICE, marks=needs_triton)])
@@ -188,17 +190,18 @@ def test_smoothing_is_applied() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    bits=st.sampled_from([4, 8]),
-    depth=st.sampled_from([16, 32]),
+    form=st.sampled_from([("fp4_e2m1", 4), ("fp8_e4m3", 8), ("nf4", 4), ("int8", 8)]),
+    depth=st.sampled_from([16, 32, 64]),
     rows=st.integers(1, 5),
     columns=st.integers(1, 300),
     seed=st.integers(0, 2**32),
 )
-def test_words_hold_every_code(bits: int, depth: int, rows: int, columns: int, seed: int) -> None:
+def test_words_hold_every_code(form: tuple[str, int], depth: int, rows: int, columns: int, seed: int) -> None:
+    element, bits = form
     codes = torch.from_numpy(np.random.default_rng(seed).integers(0, 2**bits, (rows, columns)).astype(np.uint8))
-    words = to_words(codes, bits, depth)
+    words = to_words(codes, element, bits, depth)
     assert words.shape[1] == -(-columns // (16 // bits * depth)) * depth
-    assert torch.equal(from_words(words, bits, depth, columns), codes)
+    assert torch.equal(from_words(words, element, bits, depth, columns), codes)
 
 
 def test_nothing_grows() -> None:

@@ -1,0 +1,86 @@
+"""What the PTX that decodes words computes, for every word there is: without a device, by `tests.support.ptx`."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from omniplat.portable.word_weights import code_values
+from omniplat.portable.words import from_words, parts_of
+from omniplat.portable.words_ptx import base_of, decoder
+from tests.support.ptx import evaluated
+
+BITS = {"fp4_e2m1": 4, "fp8_e4m3": 8, "int4": 4, "uint4": 4, "int8": 8, "uint8": 8, "nf4": 4, "fp4_bnb": 4}
+HALF = {True: ml_dtypes.bfloat16, False: np.float16}
+WORDS = np.arange(1 << 16, dtype=np.uint64)
+OTHERS = np.random.default_rng(0).permutation(WORDS)
+
+
+def decoded(element: str, bf16: bool, zero: bool, scale: str, *extra: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """[word, parts]: what is made of every word in the lower half of a register, with another in the upper."""
+    made = decoder(element, BITS[element], bf16, zero, scale)
+    assert made is not None
+    assert len(made.constraints.split(",")) == parts_of(BITS[element]) + 1 + len(extra)
+    parts = evaluated(made.text, parts_of(BITS[element]), [WORDS | (OTHERS << np.uint64(16)), *extra])
+    lower, upper = (
+        np.stack([((part >> shift) & 0xFFFF).astype(np.uint16).view(HALF[bf16]) for part in parts], 1)
+        for shift in (0, 16)
+    )
+    # both halves are decoded alike
+    if not extra:
+        np.testing.assert_array_equal(upper.view(np.uint16), lower.view(np.uint16)[OTHERS.astype(np.int64)])
+    return lower.astype(np.float64)
+
+
+def values(element: str) -> NDArray[np.float64]:
+    """[word, parts]: what the words stand for."""
+    words = torch.arange(1 << 16).to(torch.int16).view(-1, 1)
+    codes = from_words(words, element, BITS[element], 1, parts_of(BITS[element]))
+    return code_values(element)[codes.to(torch.int64)].to(torch.float64).numpy()
+
+
+def wanted(element: str, bf16: bool) -> NDArray[np.float64]:
+    found = values(element)
+    return found.astype(np.float32).astype(HALF[bf16]).astype(np.float64)
+
+
+@pytest.mark.parametrize(
+    ("element", "bf16"),
+    [(element, bf16) for element in BITS for bf16 in (True, False) if decoder(element, BITS[element], bf16, False, "")],
+)
+def test_every_word_is_decoded(element: str, bf16: bool) -> None:
+    number = wanted(element, bf16)
+    finite = np.isfinite(number)
+    np.testing.assert_array_equal(decoded(element, bf16, False, "")[finite], number[finite])
+
+
+@pytest.mark.parametrize(("element", "bf16"), [("int4", True), ("uint4", True), ("uint4", False), ("uint8", False)])
+def test_zero_points_are_subtracted(element: str, bf16: bool) -> None:
+    zeros = np.arange(parts_of(BITS[element])) * 3 + 1
+    less = [
+        np.uint64(np.asarray(-(zero + base_of(element, bf16)), HALF[bf16]).view(np.uint16)) * np.uint64(0x10001)
+        for zero in zeros
+    ]
+    found = decoded(element, bf16, True, "", *(np.full_like(WORDS, pair) for pair in less))
+    np.testing.assert_array_equal(found, values(element) - zeros)
+
+
+@pytest.mark.parametrize(
+    ("element", "scale"), [("fp4_e2m1", "packed_e8m0"), ("fp4_e2m1", "packed_bf16"), ("fp8_e4m3", "packed_bf16")]
+)
+def test_scales_are_multiplied(element: str, scale: str) -> None:
+    """Scales of the two words differ: those of the upper half belong to the other word."""
+    parts = parts_of(BITS[element])
+    raised = {"fp4_e2m1": 126, "fp8_e4m3": 120}[element]
+    exponents = np.array([[0, -3, -7, 1], [-1, -2, 0, -20]])[:, :parts]
+    stored = exponents + 127 + raised
+    width = 8 if scale == "packed_e8m0" else 16
+    numbers = stored if width == 8 else stored << 7
+    packed = [np.uint64(sum(int(number) << (width * part) for part, number in enumerate(row))) for row in numbers]
+    found = decoded(element, True, False, scale, *(np.full_like(WORDS, number) for number in packed))
+    number = values(element) * np.exp2(exponents[0])
+    finite = np.isfinite(number)
+    np.testing.assert_array_equal(found[finite], number[finite])
