@@ -94,6 +94,7 @@ class Capability:
     `impl`         "module:Class" of the kernel; empty while only planning is possible.
     `rounds_before_bias`   True where products are rounded to the output's dtype before a bias is added.
     `resident`     bytes kept per stored byte of weight (1.0: nothing is expanded).
+    `resident_by_weight`   the same of weight ids for which it is another number, too near to choose by.
     `transforms`   limits of the matrices [left, left] and [right, right] by which it transforms inputs
                    (`Scheme.transform`); empty where it transforms none.
     `moe_activations`   what an op for experts can compute between its two products.
@@ -122,11 +123,16 @@ class Capability:
     impl: str = ""
     via: str = ""
     resident: float = 1.0
+    resident_by_weight: tuple[tuple[str, float], ...] = ()
     bias: bool = True
     rounds_before_bias: bool = False
     transforms: tuple[ShapeRule, ...] = ()
     moe_activations: tuple[str, ...] = ACTIVATIONS
     variants: tuple[str, ...] = ()
+
+    def kept(self, weight_id: str) -> float:
+        """Bytes kept per stored byte of a weight."""
+        return dict(self.resident_by_weight).get(weight_id, self.resident)
 
 
 def matches(patterns: tuple[str, ...], text: str) -> bool:

@@ -122,7 +122,7 @@ class LayerPlanner:
         capability = answer.capability
         first = modules[0]
         stored = sum(module.stored_bytes for module in modules) // self._shares(layer)
-        resident = int(stored * capability.resident) if capability is not None else stored
+        resident = int(stored * capability.kept(spec.scheme.weight_id)) if capability is not None else stored
         if answer.faster is not None:
             self._note_faster(layer, answer.faster, stored, resident)
         document = PlanLayer(
@@ -286,7 +286,7 @@ class LayerPlanner:
         """What the other preference would choose, and what it would cost."""
         assert isinstance(faster.decision, Accepted)
         capability = faster.capability
-        larger = int(stored * capability.resident)
+        larger = int(stored * capability.kept(layer.spec.scheme.weight_id))
         via = f" via {capability.via}" if capability.via else ""
         message = (
             f"--prefer speed would run {_ids(layer)} on {capability.name}{via} as {faster.decision.executes}, "

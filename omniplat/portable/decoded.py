@@ -17,6 +17,9 @@ DECODED_WEIGHTS: tuple[str, ...] = (
     *("mxfp8", "mxfp4", "nvfp4"),
 )
 
+#: Bytes kept per stored byte where scales are held in bf16 instead of a byte each: of 16 codes of 4 bits, of 32 of 8.
+DECODED_RESIDENT = (("nvfp4", 10 / 9), ("mxfp8", 34 / 33))
+
 #: Weight ids of experts: the same, but for groups longer than any checkpoint of experts has.
 DECODED_EXPERTS: tuple[str, ...] = tuple(
     name

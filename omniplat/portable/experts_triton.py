@@ -104,7 +104,8 @@ def tiles_of(order: Sorted, tokens: int) -> ExpertTiles:
     within = tile - torch.nn.functional.pad(behind[:-1], (1, 0))[expert]
     first = starts[expert] + within * tokens
     end = torch.where(found < experts, torch.minimum(ends[expert], first + tokens), first)
-    return ExpertTiles(*(part.to(torch.int32) for part in (order.rows, expert, first, end)), tokens)
+    parts = [part.to(torch.int32) for part in (order.rows, expert, first, end)]
+    return ExpertTiles(parts[0], parts[1], parts[2], parts[3], tokens)
 
 
 def in_place(tiles: ExpertTiles) -> ExpertTiles:

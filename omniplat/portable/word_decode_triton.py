@@ -132,12 +132,11 @@ def decoded_parts(  # type: ignore[no-untyped-def]
     if ASM == "":
         w0 = _part(held, table, zeros, scales, 0, ELEMENT, SCALE, RAISED, ZERO, FOLD, BF16)
         w1 = _part(held, table, zeros, scales, 1, ELEMENT, SCALE, RAISED, ZERO, FOLD, BF16)
-        made = w0, w1
+        w2, w3 = w0, w1
         if PARTS == 4:
             w2 = _part(held, table, zeros, scales, 2, ELEMENT, SCALE, RAISED, ZERO, FOLD, BF16)
             w3 = _part(held, table, zeros, scales, 3, ELEMENT, SCALE, RAISED, ZERO, FOLD, BF16)
-            made = w0, w1, w2, w3
-        return made
+        return w0, w1, w2, w3
     if EXTRA == "factor":
         given = [held, tl.broadcast_to(tl.expand_dims(scales, -1), held.shape)]
     elif EXTRA == "less" and PARTS == 2:

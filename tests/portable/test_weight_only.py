@@ -18,6 +18,7 @@ from omniplat.conformance.tolerances import excess
 from omniplat.conformance.weights import random_weight
 from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
 from omniplat.layer import LayerSpec
+from omniplat.portable.decoded import DECODED_RESIDENT
 from omniplat.portable.weight_only import PortableLinear
 from omniplat.portable.word_weights import decode_form, dequantized
 from omniplat.portable.words import from_words, to_words
@@ -204,12 +205,13 @@ def test_words_hold_every_code(form: tuple[str, int], depth: int, rows: int, col
     assert torch.equal(from_words(words, element, bits, depth, columns), codes)
 
 
-def test_nothing_grows() -> None:
-    """Codes and scales take what they take in the file."""
-    weight = weight_of("mxfp4")
-    assert layer_of(weight).nbytes == weight.nbytes
-    weight = weight_of("fp8-channel")
-    assert layer_of(weight).nbytes == weight.nbytes
+@pytest.mark.parametrize("weight_id", ["mxfp4", "fp8-channel", "int4-g128", "int8-g64", "nvfp4", "mxfp8"])
+def test_what_is_kept(weight_id: str) -> None:
+    """Codes and scales take what they take in the file, or what is declared; one number for each row aside."""
+    weight = weight_of(weight_id, n=96, k=768)
+    codes, scale = (weight.tensors[role].nbytes for role in ("codes", "scale"))
+    kept = dict(DECODED_RESIDENT).get(weight_id, 1.0) * (codes + scale) - codes - scale
+    assert layer_of(weight).nbytes == pytest.approx(weight.nbytes + kept, abs=4 * 96)
 
 
 def test_nan_codes_are_refused() -> None:

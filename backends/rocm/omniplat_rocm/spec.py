@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from omniplat.backend import BackendSpec, NotSupported, Quirk
 from omniplat.capability import Capability, ShapeRule, multiples
-from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_WEIGHTS
+from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_RESIDENT, DECODED_WEIGHTS
 
 _TORCH = "torch>=2.6"
 _TRITON = "triton>=3.2"
@@ -205,6 +205,7 @@ _LINEAR = (
         dtypes=_HALF,
         requires=(_TORCH, _TRITON),
         priority=5,
+        resident_by_weight=DECODED_RESIDENT,
         impl="omniplat.portable.weight_only:PortableLinear",
     ),
 )
@@ -364,6 +365,7 @@ _MOE_EXPERTS = (
         dtypes=_HALF,
         requires=(_TORCH, _TRITON),
         priority=5,
+        resident_by_weight=DECODED_RESIDENT,
         impl="omniplat.portable.weight_only_experts:PortableExperts",
     ),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from omniplat.backend import BackendSpec, NotSupported, Quirk
 from omniplat.capability import Capability, ShapeRule, multiples
-from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_WEIGHTS
+from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_RESIDENT, DECODED_WEIGHTS
 
 _TORCH = "torch>=2.6"
 _TRITON = "triton>=3.2"
@@ -195,6 +195,7 @@ _LINEAR = (
         dtypes=_HALF,
         requires=(_TORCH, _TRITON),
         priority=5,
+        resident_by_weight=DECODED_RESIDENT,
         impl="omniplat.portable.weight_only:PortableLinear",
     ),
     Capability(
@@ -247,6 +248,7 @@ _MOE = (
         dtypes=_HALF,
         requires=(_TORCH, _TRITON),
         priority=5,
+        resident_by_weight=DECODED_RESIDENT,
         impl="omniplat.portable.weight_only_experts:PortableExperts",
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omniplat.capability import Capability, multiples
-from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_WEIGHTS
+from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_RESIDENT, DECODED_WEIGHTS
 from omniplat_cuda.capabilities.common import (
     BITSANDBYTES,
     BLACKWELL,
@@ -134,6 +134,7 @@ _PORTABLE = (
         dtypes=HALF,
         requires=(TORCH, TRITON),
         priority=5,
+        resident_by_weight=DECODED_RESIDENT,
         impl="omniplat.portable.weight_only:PortableLinear",
     ),
     Capability(
@@ -146,6 +147,7 @@ _PORTABLE = (
         dtypes=HALF,
         requires=(TORCH, TRITON),
         priority=5,
+        resident_by_weight=DECODED_RESIDENT,
         impl="omniplat.portable.weight_only_experts:PortableExperts",
     ),
 )
