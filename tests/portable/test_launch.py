@@ -201,6 +201,16 @@ def test_while_launches_are_collected_nothing_is_launched(driver: StandIn) -> No
     assert len(driver.launched) == 1
 
 
+@needs_compiler
+def test_no_descriptor_stands_for_a_tensor_that_is_not_there(driver: StandIn) -> None:
+    launch, _ = made(driver)
+    collected: list[tuple[Any, ...]] = []
+    descriptor, values = object(), tensor(torch.float32)
+    with launching.collected(SimpleNamespace(collect=lambda *taken: collected.append(taken))):
+        launch((1, 1, 1), (descriptor, None, values), (1, 16, 1))
+    assert [value is values for value in collected[0][1][:3]] == [False, True, True]
+
+
 @needs_cuda
 def test_two_streams_run_one_layer() -> None:
     layer = layer_of(weight_of("mxfp4"), "cuda")
