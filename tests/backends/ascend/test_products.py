@@ -68,6 +68,24 @@ def test_int4_by_int8_holds_rows_of_every_size(
     assert not emulation.violations
 
 
+def test_the_longest_sums_of_int4_by_int8_stay_within_f16(omniplat_emulate: Emulate) -> None:
+    """Every input the largest, every weight the lowest: the longest K that the operator takes does not overflow."""
+    depth = 18432
+    lowest = torch.full((1, 8, depth // 2), 0x88, dtype=torch.uint8)
+    scale = torch.full((1, 8, 1), 0.9)
+    scheme = Scheme.parse("int4-channel/int8-token")
+    weight = WeightTensors(scheme, 8, depth, {"codes": lowest, "scale": scale}, 1)
+    omniplat_emulate("npu:a2")
+    held = layouts.int4_by_int8(weight)
+    x = torch.ones((2, depth), dtype=torch.bfloat16)
+    rows = EXPERTS["int4_a8"].quantize(x, "rint", torch.bfloat16)
+    one = Groups(torch.tensor([2]), torch.zeros(2, dtype=torch.int64))
+    found = EXPERTS["int4_a8"].multiply(rows, held, one, torch.bfloat16).double()
+    wanted = torch.full_like(found, -8 * 0.9 * depth)
+    assert bool(found.isfinite().all())
+    assert bool(((found - wanted) / wanted).abs().max() < 0.05)
+
+
 def test_fp4_that_has_lost_its_format_is_cast_anew(omniplat_emulate: Emulate) -> None:
     """A copy of the prepared weight gives the same product, and what it is made of is what was stored."""
     codes = torch.randint(0, 256, (E, N, K // 2), dtype=torch.uint8, generator=generator())
