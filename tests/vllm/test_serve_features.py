@@ -4,6 +4,7 @@ loading anew, offloading, dummy weights."""
 from __future__ import annotations
 
 import json
+import lzma
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
+from omniplat import oracle
 from omniplat.api import make_planned
-from tests.goldens.entries import bundled
+from tests.goldens.entries import Entry, bundled
 from tests.vllm.checks import folder_of
 from tests.vllm.reference import Reference
 from tests.vllm.serve import PROMPT, Answer, Request, serve_all
@@ -25,6 +27,7 @@ FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, 
 K, V = 0.5, 0.25
 #: Weight-only, so that an adapter's product can be added to the reference's weights.
 PLAIN = "ar016-qwen3-w4a16-asym"
+FOUR_BIT = "hf-qwen3-bnb-nf4"
 EXPERTS = "lc-qwen3moe-mxfp4"
 #: vLLM runs it on CPUs itself.
 NATIVE = "lc-qwen3-w8a8-int8"
@@ -99,6 +102,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     lora = {"enable_lora": True, "max_lora_rank": 8}
     requests += [
         Request("plain", str(folder_of(PLAIN)), "all"),
+        Request("nested", str(write_nested(folder / "nested").checkpoint), "gaps"),
         Request("lora", str(folder_of(PLAIN)), "all", lora, adapter=str(write_adapter(folder / "adapter"))),
         Request("lora, unused", str(folder_of(PLAIN)), "all", lora),
         Request("lora on experts", str(folder_of(EXPERTS)), "all", lora),
@@ -123,6 +127,35 @@ def write_unquantized(folder: Path) -> Path:
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def write_nested(folder: Path) -> Entry:
+    """bitsandbytes' double quantization of a checkpoint's scales, and the weights that they give then."""
+    shutil.copytree(folder_of(FOUR_BIT), folder)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    table, values = oracle.element_values("nf4").astype(np.float32), np.linspace(-1, 1, 256, dtype=np.float32)
+    goldens = {}
+    for name in [name.removesuffix(".absmax") for name in tensors if name.endswith(".absmax")]:
+        scale = tensors[f"{name}.absmax"].numpy()
+        offset, block = float(np.float32(scale.mean())), np.arange(scale.size) // 256
+        largest = np.array([np.abs(scale[block == b] - offset).max() for b in range(block[-1] + 1)], np.float32)
+        code = np.abs(((scale - offset) / largest[block])[:, None] - values).argmin(1).astype(np.uint8)
+        tensors[f"{name}.absmax"] = torch.from_numpy(code)
+        tensors[f"{name}.nested_absmax"] = torch.from_numpy(largest)
+        tensors[f"{name}.nested_quant_map"] = torch.from_numpy(values.copy())
+        leaf = f"{name}.quant_state.bitsandbytes__nf4"
+        state = json.loads(tensors[leaf].numpy().tobytes())
+        state |= {"nested_blocksize": 256, "nested_offset": offset, "nested_dtype": "float32"}
+        tensors[leaf] = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+        packed = tensors[name].numpy().reshape(-1)
+        made = np.repeat(values[code] * largest[block] + np.float32(offset), 64)
+        weight = table[np.stack([packed >> 4, packed & 15], 1).reshape(-1)] * made
+        goldens[name] = torch.from_numpy(weight.reshape(state["shape"]))
+    save_file(tensors, file)
+    golden = folder / "golden.xz"
+    golden.write_bytes(lzma.compress(save(goldens)))
+    return Entry("nested", folder, golden, {})
 
 
 def write_adapter(folder: Path) -> Path:
@@ -170,6 +203,14 @@ def assert_says(reference: Reference, answer: Answer) -> None:
     wanted = reference.logprobs([*PROMPT, *answer.tokens])[len(PROMPT) - 1 : -1]
     assert list(wanted.argmax(1)) == list(answer.tokens)
     assert np.abs(wanted - np.array(answer.logprobs)).max() <= 1e-4
+
+
+def test_scales_that_are_quantized_themselves(answers: dict[str, Answer], tmp_path: Path) -> None:
+    answer = answers["nested"]
+    assert answer.error == ""
+    assert answer.quantization == "omniplat"
+    entry = write_nested(tmp_path / "nested")
+    assert_says(Reference(entry, make_planned(entry.checkpoint, "cpu")), answer)
 
 
 def test_two_ranks_say_the_same(answers: dict[str, Answer]) -> None:
