@@ -189,6 +189,16 @@ def test_one_line_says_what_was_compiled(
     assert ("0 compiled, 2 from the cache" in again.getvalue()) == again.isatty()
 
 
+@needs_compiler
+def test_a_release_that_cannot_compile_ahead_says_so(driver: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(triton, "AsyncCompileMode")
+    calls: list[Any] = []
+    out = io.StringIO()
+    assert compile_kernels([heard(32, calls)], (1,), out=out) == 0
+    assert out.getvalue() == "kernels: compiled on first use, this release of Triton cannot compile ahead\n"
+    assert not calls
+
+
 def test_layers_on_the_cpu_need_nothing() -> None:
     calls: list[Any] = []
     out = Terminal()
