@@ -70,6 +70,10 @@ def multiples(number: int, *dims: str) -> tuple[ShapeRule, ...]:
     return tuple(ShapeRule(dim, multiple_of=number) for dim in dims)
 
 
+#: The maturity of what a vendor has given up, and what is declared for completeness only.
+ARCHIVED = "archived"
+
+
 @dataclass(frozen=True, slots=True)
 class Capability:
     """One kernel's declaration.
@@ -90,6 +94,7 @@ class Capability:
     `requires`     distributions, as requirement strings ("humming-kernels>=0.1.20").
     `assumed`      True where a described device is taken to have those: the backend's extra brings them.
     `accumulator`  "f32", "f64", "int32", ...: the tolerance of the conformance suite derives from it.
+    `maturity`     "stable", "experimental" or `ARCHIVED`.
     `evidence`     "declared" | "emulated" | "verified on <device>".
     `impl`         "module:Class" of the kernel; empty while only planning is possible.
     `rounds_before_bias`   True where products are rounded to the output's dtype before a bias is added.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from omniplat.backend import BackendProbe, BackendSpec
-from omniplat.capability import Capability, Rejected
+from omniplat.capability import ARCHIVED, Capability, Rejected
 from omniplat.choose import backend_devices
 from omniplat.device import DEFAULT_ARCH, Device
 from omniplat.errors import OmniplatError, UsageError
@@ -29,8 +29,9 @@ _TORCH_DEVICES = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "xpu": "xpu", "n
 class Obstacle:
     """Why a check cannot run here.
 
-    `code` is "no-device", "no-kernel", "distribution" or "arch". All but the last leave the run `partial`: nobody has
-    every architecture, and a report speaks for the device that it names.
+    `code` is "no-device", "no-kernel", "distribution", "arch" or "archived". All but the last two leave the run
+    `partial`: nobody has every architecture, and a report speaks for the device that it names; nothing will ever be
+    written for what is archived.
     """
 
     code: str
@@ -38,7 +39,7 @@ class Obstacle:
 
     @property
     def is_gap(self) -> bool:
-        return self.code != "arch"
+        return self.code not in ("arch", "archived")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ class Subject:
         if capability.archs and self.device.arch not in capability.archs:
             return Obstacle("arch", f"needs {', '.join(capability.archs)}; the device is {self.device.arch}")
         if not capability.impl:
+            if capability.maturity == ARCHIVED:
+                return Obstacle("archived", f"{capability.name} is archived: it is declared, and gets no kernel")
             return Obstacle("no-kernel", f"{capability.name} is declared and has no kernel yet")
         for requirement in capability.requires:
             missing = unmet(requirement, self.device)

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from omniplat.backend import BackendSpec
-from omniplat.capability import ACTIVATION_ORDER, Capability, matches
+from omniplat.capability import ACTIVATION_ORDER, ARCHIVED, Capability, matches
 from omniplat.device import ARCHITECTURES, Device, parse_device
 from omniplat.errors import InvalidSchemeError
 from omniplat.layer import LayerSpec, MoeSpec
@@ -103,7 +103,7 @@ def test_a_capability_is_well_formed(kind: str, capability: Capability) -> None:
             parse_activation_id(text)
 
 
-@pytest.mark.parametrize(("kind", "capability"), [item for item in CAPABILITIES if item[1].maturity == "archived"])
+@pytest.mark.parametrize(("kind", "capability"), [item for item in CAPABILITIES if item[1].maturity == ARCHIVED])
 def test_what_is_archived_comes_last_everywhere(kind: str, capability: Capability) -> None:
     """It is declared for completeness, and takes no layer from a kernel."""
     assert capability.priority < min(item.priority for item in SPECS[kind].capabilities if item.impl)

@@ -12,10 +12,14 @@ from xml.etree import ElementTree
 
 import pytest
 
+from omniplat.backend import BackendSpec
+from omniplat.capability import ARCHIVED, Capability
 from omniplat.conformance.known import KnownFailure, read_known_failures
 from omniplat.conformance.matrix import committed_reports, support_rows
 from omniplat.conformance.render import render
 from omniplat.conformance.report import Outcome, result_of
+from omniplat.conformance.subject import Subject
+from omniplat.device import Device
 from omniplat.errors import UsageError
 from omniplat.registry import BACKENDS, default_registry
 from tests.conformance.conftest import Runs, environment
@@ -217,3 +221,12 @@ def test_a_report_of_another_declaration_proves_nothing(runs: Runs) -> None:
     spec = default_registry().load(BACKENDS, "cpu")
     changed = replace(spec, capabilities=tuple(replace(c, weights=(*c.weights, "x")) for c in spec.capabilities))
     assert {row.evidence for row in support_rows([changed], committed_reports())} == {"declared"}
+
+
+@pytest.mark.parametrize(("maturity", "is_gap"), [("stable", True), ("experimental", True), (ARCHIVED, False)])
+def test_only_what_is_archived_may_lack_a_kernel(maturity: str, is_gap: bool) -> None:
+    capability = Capability("nothing", "linear", ("int4-g128",), ("a16",), maturity=maturity)
+    spec = BackendSpec("zoo", 1, ("cpu",), (capability,))
+    obstacle = Subject(spec, Device("cpu", "avx2")).obstacle(capability)
+    assert obstacle is not None
+    assert obstacle.is_gap == is_gap

@@ -7,7 +7,7 @@ FP8 weight, and gate and up have their own: such experts are not declared.
 from __future__ import annotations
 
 from omniplat.backend import BackendSpec, NotSupported, Quirk
-from omniplat.capability import Capability, ShapeRule, multiples
+from omniplat.capability import ARCHIVED, Capability, ShapeRule, multiples
 from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_RESIDENT, DECODED_WEIGHTS
 
 _TORCH = "torch>=2.6"
@@ -208,7 +208,7 @@ _LINEAR = (
         requires=(_IPEX,),
         assumed=False,
         priority=-10,
-        maturity="archived",
+        maturity=ARCHIVED,
     ),
 )
 
