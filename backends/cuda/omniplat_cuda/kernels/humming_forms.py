@@ -109,7 +109,8 @@ def decode_form(text: str) -> HummingForm:
 
 
 def form_of(weight: WeightTensors, spec: LayerSpec) -> HummingForm:
-    """Raises UnsupportedCombinationError for zero points that neither a code nor the layer's dtype holds."""
+    """Raises UnsupportedCombinationError for zero points that neither a code nor the layer's dtype holds, and for
+    unsigned codes without any."""
     quant = weight.scheme.weight
     group, rows = 0, 1
     scale, scale_dtype = "channel", _FLOATS[spec.dtype]
@@ -146,11 +147,15 @@ def _is_one(scale: torch.Tensor) -> bool:
 
 
 def _zero_of(weight: WeightTensors, spec: LayerSpec) -> str:
-    zero = weight.tensors.get("zero_point")
+    element, zero = weight.scheme.weight.element, weight.tensors.get("zero_point")
+    if zero is None and element.startswith("uint"):
+        # without one humming takes the middle of the codes for 0
+        reason = "humming  needs a zero point of unsigned codes, found none"
+        raise UnsupportedCombinationError("cuda", spec.op, weight.scheme.id, [spec.name], [reason])
     if zero is None:
         return ""
-    _, bits = _CODES[weight.scheme.weight.element]
-    shifted = _shifted_zero(zero, weight.scheme.weight.element)
+    _, bits = _CODES[element]
+    shifted = _shifted_zero(zero, element)
     is_code = not zero.is_floating_point() and bool(((shifted >= 0) & (shifted < 1 << bits)).all())
     if is_code:
         return "int"
