@@ -109,34 +109,11 @@ def _less(zero, held, BASE: tl.constexpr, BF16: tl.constexpr):  # type: ignore[n
 
 
 @triton.jit
-def decoded_parts(  # type: ignore[no-untyped-def]
-    held,
-    table,
-    zeros,
-    scales,
-    ASM: tl.constexpr,
-    OPERANDS: tl.constexpr,
-    EXTRA: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    PARTS: tl.constexpr,
-    SCALE: tl.constexpr,
-    RAISED: tl.constexpr,
-    ZERO: tl.constexpr,
-    BASE: tl.constexpr,
-    FOLD: tl.constexpr,
-    BF16: tl.constexpr,
-):
-    """All parts of words [..., DEPTH], in 16-bit floats of the same shape: less the zero point where that is an
-    integer, times the scale where FOLD says so. `zeros` are those of a block's parts, [...] each; `scales` theirs in
-    one number, [...]."""
-    if ASM == "":
-        w0 = _part(held, table, zeros, scales, 0, ELEMENT, SCALE, RAISED, ZERO, FOLD, BF16)
-        w1 = _part(held, table, zeros, scales, 1, ELEMENT, SCALE, RAISED, ZERO, FOLD, BF16)
-        w2, w3 = w0, w1
-        if PARTS == 4:
-            w2 = _part(held, table, zeros, scales, 2, ELEMENT, SCALE, RAISED, ZERO, FOLD, BF16)
-            w3 = _part(held, table, zeros, scales, 3, ELEMENT, SCALE, RAISED, ZERO, FOLD, BF16)
-        return w0, w1, w2, w3
+def _in_pairs(  # type: ignore[no-untyped-def]
+    held, zeros, scales, ASM: tl.constexpr, OPERANDS: tl.constexpr, EXTRA: tl.constexpr, PARTS: tl.constexpr,
+    BASE: tl.constexpr, BF16: tl.constexpr,
+):  # fmt: skip
+    """`decoded_parts` by instructions of the device's own."""
     if EXTRA == "factor":
         given = [held, tl.broadcast_to(tl.expand_dims(scales, -1), held.shape)]
     elif EXTRA == "less" and PARTS == 2:
@@ -159,6 +136,41 @@ def decoded_parts(  # type: ignore[no-untyped-def]
         made = tl.inline_asm_elementwise(
             ASM, OPERANDS, given, (tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
         )
+    return made
+
+
+@triton.jit
+def decoded_parts(  # type: ignore[no-untyped-def]
+    held,
+    table,
+    zeros,
+    scales,
+    ASM: tl.constexpr,
+    OPERANDS: tl.constexpr,
+    EXTRA: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    PARTS: tl.constexpr,
+    SCALE: tl.constexpr,
+    RAISED: tl.constexpr,
+    ZERO: tl.constexpr,
+    BASE: tl.constexpr,
+    FOLD: tl.constexpr,
+    BF16: tl.constexpr,
+):
+    """All parts of words [..., DEPTH], in 16-bit floats of the same shape: less the zero point where that is an
+    integer, times the scale where FOLD says so. `zeros` are those of a block's parts, [...] each; `scales` theirs in
+    one number, [...]."""
+    if ASM != "":
+        made = _in_pairs(held, zeros, scales, ASM, OPERANDS, EXTRA, PARTS, BASE, BF16)
+    else:
+        w0 = _part(held, table, zeros, scales, 0, ELEMENT, SCALE, RAISED, ZERO, FOLD, BF16)
+        w1 = _part(held, table, zeros, scales, 1, ELEMENT, SCALE, RAISED, ZERO, FOLD, BF16)
+        w2, w3 = w0, w1
+        if PARTS == 4:
+            w2 = _part(held, table, zeros, scales, 2, ELEMENT, SCALE, RAISED, ZERO, FOLD, BF16)
+            w3 = _part(held, table, zeros, scales, 3, ELEMENT, SCALE, RAISED, ZERO, FOLD, BF16)
+        made = w0, w1, w2, w3
+    # one return: Triton compiles what stands behind another
     return made
 
 

@@ -15,10 +15,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.skipif(not has_triton(), reason="triton is not installed")
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950"])
-def test_kernels_compile(arch: str) -> None:
+@pytest.mark.parametrize(
+    ("arch", "weight_id"),
+    [
+        ("gfx90a", "mxfp4"),
+        ("gfx942", "mxfp4"),
+        ("gfx950", "mxfp4"),
+        ("gfx942", "int8-channel"),
+        ("gfx942", "uint4-g64"),
+    ],
+)
+def test_kernels_compile(arch: str, weight_id: str) -> None:
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.support.compile_for", arch, "mxfp4"]
+    command = [sys.executable, "-m", "tests.support.compile_for", arch, weight_id]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     sizes = [int(line.split()[-1]) for line in done.stdout.splitlines()]
