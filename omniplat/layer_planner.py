@@ -23,7 +23,7 @@ from omniplat.match import Candidate, Match, Policy, match
 from omniplat.moe_block import moe_details
 from omniplat.packed import PackedLayer
 from omniplat.packing import Packed
-from omniplat.preflight import Preflight
+from omniplat.preflight import Scales
 from omniplat.scheme import Scheme, TensorQuant
 
 _ACTIVATION_NOTES = {
@@ -99,7 +99,7 @@ class LayerPlanner:
         packed: Packed,
         target: Target,
         component: Component | None = None,
-        preflight: Preflight | None = None,
+        preflight: Scales | None = None,
     ) -> None:
         self._packed = packed
         self._target = target

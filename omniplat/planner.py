@@ -24,7 +24,7 @@ from omniplat.models.builtin import UNKNOWN
 from omniplat.models.family import Family
 from omniplat.packed import PackedLayer
 from omniplat.packing import HeadCounts, Packed, family_of, pack
-from omniplat.preflight import Preflight, Scan
+from omniplat.preflight import Preflight, Scales, Scan
 
 __all__ = ["Divide", "Planned", "PlannedLayer", "Target", "make_plan", "plan_layers", "plan_resolved"]
 
@@ -114,16 +114,21 @@ def _advice(packed: Packed, target: Target, part: Component) -> list[Finding]:
 
 
 def plan_layers(
-    source: PlanCheckpoint, layers: Sequence[PackedLayer], target: Target, findings: Sequence[Finding] = ()
+    source: PlanCheckpoint,
+    layers: Sequence[PackedLayer],
+    target: Target,
+    findings: Sequence[Finding] = (),
+    scales: Scales | None = None,
 ) -> Planned:
-    """Plan layers that come from no checkpoint; `findings` are what is known of them already."""
+    """Plan layers that come from no checkpoint; `findings` are what is known of them already, `scales` what is of the
+    values of their scales."""
     found = list(findings)
     if target.is_default:
         found.append(finding("device-default", target.reason))
     planned: list[PlannedLayer] = []
     for component in dict.fromkeys(layer.spec.component for layer in layers):
         own = tuple(layer for layer in layers if layer.spec.component == component)
-        planner = LayerPlanner(Packed(own, UNKNOWN, HeadCounts({}), (), {}), target)
+        planner = LayerPlanner(Packed(own, UNKNOWN, HeadCounts({}), (), {}), target, preflight=scales)
         planned += [planner.plan(layer) for layer in own]
         found += planner.findings()
     return Planned(_document(source, target, planned, found), target.device, tuple(planned), ())

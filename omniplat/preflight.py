@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,25 @@ class ScaleScan:
 Scan = Literal["none", "decisive", "needed", "all"]
 
 
+class Scales(Protocol):
+    """What tells of the values of a layer's scales."""
+
+    def scan(self, layer: PackedLayer, target: str, has_alternative: bool) -> ScaleScan:
+        """What the layer's scales hold; nothing where they are not to be read. `target` is the weight id as which the
+        layer would be re-encoded, or ""; `has_alternative` says that another kernel runs whatever the scales are."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSpans:
+    """Spans that a plan has found already, of the layer that a rank holds a part of."""
+
+    spans: Mapping[str, int]
+
+    def scan(self, layer: PackedLayer, target: str, has_alternative: bool) -> ScaleScan:
+        return ScaleScan(self.spans)
+
+
 class Preflight:
     """Reads the scales of layers that ask for it."""
 
@@ -66,8 +85,6 @@ class Preflight:
         self._scan = scan
 
     def scan(self, layer: PackedLayer, target: str, has_alternative: bool) -> ScaleScan:
-        """What the layer's scales hold; nothing where they are not to be read. `target` is the weight id as which the
-        layer would be re-encoded, or ""; `has_alternative` says that another kernel runs whatever the scales are."""
         limited = any(span_limit(module.scheme.weight_id, target) is not None for module in layer.modules)
         wanted = self._scan == "needed" or (self._scan == "decisive" and not has_alternative)
         if self._scan == "all" or (wanted and limited):

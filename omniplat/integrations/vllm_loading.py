@@ -218,7 +218,7 @@ def _impl(planned: PlannedLayer, packed: PackedLayer, rank: Rank) -> str:
     capability = planned.capability
     if rank.tp_size > 1 or rank.ep_size > 1:
         spec = rank_spec(packed.spec, packed.split, rank.tp_size, rank.ep_size)
-        capability = plan_for_rank(replace(packed, spec=spec, split=Split())).capability
+        capability = plan_for_rank(replace(packed, spec=spec, split=Split()), planned.layer.scale_spans).capability
     if capability is None or not capability.impl:
         raise UsageError(f"{planned.layer.name} was planned without a kernel that runs")
     return capability.impl

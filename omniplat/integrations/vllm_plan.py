@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import cache
 
 from vllm.platforms import current_platform
@@ -12,7 +13,7 @@ from omniplat.document import PlanCheckpoint
 from omniplat.errors import BackendUnavailableError, UsageError
 from omniplat.packed import PackedLayer
 from omniplat.planner import Planned, PlannedLayer, Target, plan_layers
-from omniplat.preflight import Scan
+from omniplat.preflight import KnownSpans, Scan
 
 #: Types of torch devices by the kinds of devices here, where they are called differently.
 _KINDS = {"cpu": "cpu", "cuda": "cuda", "xpu": "xpu", "npu": "npu"}
@@ -35,10 +36,12 @@ def plan_for_engine(checkpoint: str, revision: str | None = None) -> Planned:
     return make_planned(checkpoint, engine_device(), engine="vllm", revision=revision, scan=scan)
 
 
-def plan_for_rank(layer: PackedLayer) -> PlannedLayer:
-    """The kernel for a layer of the sizes that this rank holds. Raises UnsupportedCombinationError where none is, and
+def plan_for_rank(layer: PackedLayer, spans: Mapping[str, int] | None = None) -> PlannedLayer:
+    """The kernel for a layer of the sizes that this rank holds; `spans` are those of the whole layer's scales, where a
+    plan has found them. Raises UnsupportedCombinationError where none is, and
     BackendUnavailableError for one that is only planned on."""
-    planned = plan_layers(PlanCheckpoint(layer.spec.name, (), (layer.spec.component,)), [layer], _target())
+    source = PlanCheckpoint(layer.spec.name, (), (layer.spec.component,))
+    planned = plan_layers(source, [layer], _target(), scales=KnownSpans(spans or {}))
     require_runnable(planned.plan)
     (found,) = planned.layers
     if found.capability is None or not found.capability.impl:

@@ -19,13 +19,13 @@ from omniplat.capability import Capability, ShapeRule
 from omniplat.checkpoint.folder import open_checkpoint
 from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.device import Device
-from omniplat.document import Plan
+from omniplat.document import Plan, PlanCheckpoint
 from omniplat.errors import InvalidCheckpointError
 from omniplat.formats.storage import STORED_ROLES
 from omniplat.oracle import pack_nibbles
 from omniplat.oracle.reencode import row_spans
-from omniplat.planner import Target, make_plan
-from omniplat.preflight import SCALE_ROLES, SINGLE_ROLES, Scan, exponent_spans, scan_layer
+from omniplat.planner import Planned, Target, make_plan, plan_layers
+from omniplat.preflight import SCALE_ROLES, SINGLE_ROLES, KnownSpans, Scan, exponent_spans, scan_layer
 from omniplat.reencoding import REENCODINGS
 from omniplat.registry import FORMATS, MODELS, default_registry
 from omniplat.scheme import parse_weight_id
@@ -94,14 +94,36 @@ def test_groups_of_zeros_do_not_count_whatever_their_byte(tmp_path: Path, bits: 
     assert document.layer(NAME).scale_spans == {f"mxfp{bits}": 2}
 
 
-def plan_with_reencoding(folder: Path, target: str, scan: Scan, *, fallback: bool = True) -> Plan:
-    """A plan for a backend whose best kernel re-encodes, and that may have another one."""
+def target_with_reencoding(target: str, *, fallback: bool) -> Target:
+    """A backend whose best kernel re-encodes, and that may have another one."""
     moved = Capability("moved", "linear", ("mx*",), ("*",), priority=9, via=target, executes="a16", impl="any:Kernel")
     direct = Capability("direct", "linear", ("mx*",), ("*",), impl="any:Kernel")
     spec = BackendSpec("made-up", 1, ("cuda",), (moved, direct) if fallback else (moved,))
+    return Target(spec, Device("cuda", "sm90"))
+
+
+def plan_all(folder: Path, target: Target, scan: Scan) -> Planned:
     registry = default_registry()
     formats = [registry.load(FORMATS, name) for name in registry.names(FORMATS)]
-    return make_plan(open_checkpoint(folder), Target(spec, Device("cuda", "sm90")), formats, [], scan=scan).plan
+    return make_plan(open_checkpoint(folder), target, formats, [], scan=scan)
+
+
+def plan_with_reencoding(folder: Path, target: str, scan: Scan, *, fallback: bool = True) -> Plan:
+    return plan_all(folder, target_with_reencoding(target, fallback=fallback), scan).plan
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_ranks_know_the_spans_of_the_whole_layer(tmp_path: Path, beyond: int) -> None:
+    """What a rank holds is planned again, for its own sizes, and its scales are not read again."""
+    limit = REENCODINGS["mxfp4", "fp8-channel"].max_span
+    folder = mx_checkpoint(tmp_path / "c", 4, spanning(limit + beyond))
+    target = target_with_reencoding("fp8-channel", fallback=True)
+    (found,) = plan_all(folder, target, "needed").layers
+    source = PlanCheckpoint("c", (), ("",))
+    again = plan_layers(source, [found.packed], target, scales=KnownSpans(found.layer.scale_spans))
+    blind = plan_layers(source, [found.packed], target)
+    assert again.layers[0].layer.kernel == found.layer.kernel == ("direct" if beyond else "moved")
+    assert blind.layers[0].layer.kernel == "moved"
 
 
 def test_another_kernel_leaves_the_scales_alone(tmp_path: Path) -> None:
