@@ -23,8 +23,6 @@ SM80 = ("sm80", "sm86", "sm87", *SM89)
 HALF = ("bf16", "f16")
 
 INTEGERS = ("int[2-8]-channel", "int[2-8]-g*", "uint[2-8]-channel", "uint[2-8]-g*")
-FP8 = ("fp8-tensor", "fp8-channel", "fp8-block*")
-MICROSCALED = ("mxfp8", "mxfp4", "nvfp4")
 
 #: FP8 units before Blackwell keep about 22 bits of a sum. Kernels that promote to f32 every 128 values declare f32.
 FP8_ACCUMULATOR = "fp22"
