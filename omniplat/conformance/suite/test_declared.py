@@ -20,7 +20,7 @@ from omniplat.conformance.cases import Case, case_of, representative, schemes_of
 from omniplat.conformance.checks import check
 from omniplat.conformance.inputs import as_dtype
 from omniplat.conformance.judge import assert_experts_right, expert_trial, linear_trial, make_weight
-from omniplat.conformance.subject import Subject
+from omniplat.conformance.subject import Subject, equipped
 from omniplat.conformance.tolerances import excess
 from omniplat.errors import UnsupportedCombinationError
 
@@ -70,10 +70,9 @@ def _roles(subject: Subject, profile: str) -> Iterable[Case]:
 @check("declared", _schemes, runs=False)
 def test_is_accepted(subject: Subject, case: Case) -> None:
     """Planning accepts the layers of every scheme at sizes that the shape rules allow, on an architecture it names."""
-    device = subject.device
-    if case.capability.archs and device.arch not in case.capability.archs:
-        device = replace(device, arch=case.capability.archs[0])
-    reason = replace(subject, device=replace(device, described=True)).decide(case.capability, case.spec)
+    device, archs = subject.device, case.capability.archs
+    arch = device.arch if not archs or device.arch in archs else archs[0]
+    reason = replace(subject, device=equipped(device.kind, arch)).decide(case.capability, case.spec)
     assert not reason, f"{case.id}: {reason}"
 
 
