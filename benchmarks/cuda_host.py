@@ -16,7 +16,7 @@ from importlib.metadata import version
 
 import numpy as np
 import torch
-from cuda_linear import capability_of
+from cuda_linear import capabilities_of
 
 from omniplat.conformance.weights import random_weight
 from omniplat.layer import LayerSpec
@@ -46,7 +46,7 @@ def host(run: Callable[[], object], calls: int = 50, series: int = 40) -> float:
 def layer_of(scheme_id: str, n: int, k: int, prefer: str) -> QuantLinear:
     scheme = Scheme.parse(scheme_id)
     spec = LayerSpec(scheme_id, "linear", n, k, scheme)
-    kernel = load_kernel(capability_of(spec, prefer).impl)
+    kernel = load_kernel(capabilities_of(spec, prefer, ())[0].impl)
     assert isinstance(kernel, LinearKernel)
     weight = to_torch(random_weight(scheme, n, k, np.random.default_rng(0)), device=torch.device("cuda"))
     return QuantLinear(spec, kernel, kernel.prepare(weight, spec))

@@ -29,7 +29,7 @@ def _decode(  # type: ignore[no-untyped-def]  # Triton looks annotations up amon
     y,
     N,
     word_stride,
-    scale_step,
+    scale_stride,
     K: tl.constexpr,
     ASM: tl.constexpr,
     OPERANDS: tl.constexpr,
@@ -63,9 +63,9 @@ def _decode(  # type: ignore[no-untyped-def]  # Triton looks annotations up amon
         held = tl.load(words + (row * word_stride + block * DEPTH)[:, None] + d[None, :], mask=inside[:, None], other=0)
         used, below = held, held
         if PACKED:
-            used = tl.load(scale + row + block * scale_step, mask=inside, other=0)
+            used = tl.load(scale + row + block * scale_stride, mask=inside, other=0)
         if ZERO != "":
-            below = of_block(zero + row, N, block * BLOCK, inside, K, PARTS, DEPTH, GROUP)
+            below = of_block(zero + row * scale_stride, block * BLOCK, inside, K, PARTS, DEPTH, GROUP)
         w = decoded_parts(
             held, table, below, used, ASM, OPERANDS, EXTRA, ELEMENT, PARTS, SCALE, RAISED, ZERO, BASE, PACKED, True
         )
@@ -76,7 +76,7 @@ def _decode(  # type: ignore[no-untyped-def]  # Triton looks annotations up amon
                 value -= below[part][:, None]
             if SCALE != "none" and not PACKED:
                 stored = tl.load(
-                    scale + row // ROWS + (first // GROUP) * scale_step, mask=inside & (first < K), other=0
+                    scale + (row // ROWS) * scale_stride + first // GROUP, mask=inside & (first < K), other=0
                 )
                 value *= multiplier(stored, 0, SCALE, RAISED)[:, None]
             column = first[:, None] + d[None, :]

@@ -23,9 +23,10 @@ from omniplat.runtime.tensors import WeightTensors
 
 _LIBRARY = new_library()
 
-#: Tokens above which the weight is written out in bf16 for one product, and forgotten after it: 2 bytes for each of
-#: its numbers while the call lasts. f16 has too few exponents for that. Measured on an H200; see docs/performance.md.
-DECODED_ONCE_ABOVE = 64
+#: bits of a code -> tokens above which the weight is written out in bf16 for one product, and forgotten after it: 2
+#: bytes for each of its numbers while the call lasts. f16 has too few exponents for that. Measured on an H200; see
+#: docs/performance.md.
+DECODED_ONCE_ABOVE = {4: 32, 8: 64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +116,14 @@ def _on_device(
         rows = rows.contiguous()
     count = rows.shape[0]
     one_dtype = x.dtype == out_dtype and (bias is None or bias.dtype == x.dtype)
-    if count > DECODED_ONCE_ABOVE and x.dtype == torch.bfloat16 and one_dtype:
+    if count > DECODED_ONCE_ABOVE[held.bits] and x.dtype == torch.bfloat16 and one_dtype:
         from omniplat.portable.decode_triton import decoded
 
         weight = decoded(words, table, scale, zero, row_scale, held, x.dtype)
         return F.linear(rows, weight, bias).view(*x.shape[:-1], held.out_features)
     y = torch.empty((*x.shape[:-1], held.out_features), dtype=out_dtype, device=x.device)
     if count:
-        tile = tile_of(count, held.out_features, folds(held, x.dtype), least_tokens(x.device))
+        tile = tile_of(count, held, folds(held, x.dtype), least_tokens(x.device))
         weight_only_product(rows, words, table, scale, zero, row_scale, bias, y, held, tile)
     return y
 

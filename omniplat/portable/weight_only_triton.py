@@ -10,7 +10,7 @@ import torch
 from omniplat.portable.launch import Launch
 from omniplat.portable.word_decode_triton import computes_in_pairs, decoder_for, kind_of_zero
 from omniplat.portable.word_kernels_triton import few_tokens, many_tokens
-from omniplat.portable.word_weights import WordForm
+from omniplat.portable.word_weights import TABLES, WordForm
 from omniplat.portable.words import parts_of
 from omniplat.portable.words_ptx import base_of
 
@@ -51,15 +51,18 @@ class Tile:
 
 
 @lru_cache(maxsize=4096)
-def tile_of(m: int, n: int, fold: bool, least: int = 16) -> Tile:
-    """Of `m` tokens and a weight of `n` rows. Measured on an H200; see docs/performance.md. `least`: tokens of the
-    smallest tile, see `least_tokens`."""
+def tile_of(m: int, form: WordForm, fold: bool, least: int = 16) -> Tile:
+    """For `m` tokens. Measured on an H200; see docs/performance.md. `least`: tokens of the smallest tile, see
+    `least_tokens`."""
     tokens = max(least, 1 << (m - 1).bit_length())
-    if m <= 16:
-        return Tile(32, tokens, 4, 4, 3)
-    if m <= 64:
-        return Tile(64 if n >= 8192 else 32, tokens, 4, 4, 2)
-    return _tile_of_many(128, fold)
+    if m > 64:
+        return _tile_of_many(128, fold)
+    if form.out_features >= 8192:
+        # codes of tables take so many instructions that smaller tiles share them better
+        return Tile(32, tokens, 4, 4, 3) if m <= 8 or form.element in TABLES else Tile(64, tokens, 4, 4, 2)
+    # Few programs wait for memory, and have the room to ask for more of it.
+    short_blocks = parts_of(form.bits) * form.depth == 64
+    return Tile(32, tokens, 4, 4, 4 if m <= 16 else 2, 2 if short_blocks and m <= 8 else 1)
 
 
 def tile_of_experts(tokens: int, fold: bool) -> Tile:
@@ -119,7 +122,7 @@ def weight_only_product(
         tiles is not None,
         x.device,
     )
-    steps = scale.shape[-1], n, scale.shape[-2] * scale.shape[-1], 0 if zero is None else zero.shape[-2] * n
+    scale_stride = scale.shape[-1]
     launch(
         (tiles_n, tiles_m, 1) if tile.slices else (tiles_n * tiles_m, 1, 1),
         (
@@ -133,7 +136,7 @@ def weight_only_product(
             y,
             *(_NO_TILES if tiles is None else (tiles.rows, tiles.expert, tiles.first, tiles.end)),
         ),
-        (tiles_m, m, n, x.stride(0), words.stride(-2), *steps),
+        (tiles_m, m, n, x.stride(0), words.stride(-2), scale_stride, scale_stride * scale.shape[-2]),
     )
 
 

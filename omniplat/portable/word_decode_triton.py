@@ -175,26 +175,24 @@ def decoded_parts(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def of_block(  # type: ignore[no-untyped-def]
-    at, step, first, inside, K: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr
-):
+def of_block(at, first, inside, K: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
     """What the parts of the block from column `first` on have, as a tuple of the shape of `at`, which points to group
-    0; the next group's lies `step` further on. Parts of one group share one load."""
+    0 of a row; parts of one group share one load."""
     # a tensor beside `inside`: the interpreter takes no mask that a scalar took part in
     column = first + tl.zeros(inside.shape, dtype=tl.int32)
-    p0 = tl.load(at + (first // GROUP) * step, mask=inside & (column < K), other=0)
+    p0 = tl.load(at + first // GROUP, mask=inside & (column < K), other=0)
     p1 = p0
     p2 = p0
     p3 = p0
     if GROUP % (PARTS * DEPTH) != 0:
         second = first + DEPTH
         if GROUP != 2 * DEPTH:
-            p1 = tl.load(at + (second // GROUP) * step, mask=inside & (column + DEPTH < K), other=0)
+            p1 = tl.load(at + second // GROUP, mask=inside & (column + DEPTH < K), other=0)
         if PARTS == 4:
             third = second + DEPTH
-            p2 = tl.load(at + (third // GROUP) * step, mask=inside & (column + 2 * DEPTH < K), other=0)
+            p2 = tl.load(at + third // GROUP, mask=inside & (column + 2 * DEPTH < K), other=0)
             p3 = p2
             if GROUP != 2 * DEPTH:
                 fourth = third + DEPTH
-                p3 = tl.load(at + (fourth // GROUP) * step, mask=inside & (column + 3 * DEPTH < K), other=0)
+                p3 = tl.load(at + fourth // GROUP, mask=inside & (column + 3 * DEPTH < K), other=0)
     return p0, p1, p2, p3

@@ -61,10 +61,8 @@ def few_tokens(  # type: ignore[no-untyped-def]
     N,
     x_stride,
     word_stride,
-    scale_step,
-    zero_step,
+    scale_stride,
     expert_scales,
-    expert_zeros,
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
     ASM: tl.constexpr,
@@ -104,14 +102,15 @@ def few_tokens(  # type: ignore[no-untyped-def]
     n_inside = n < N
     word_at = words + ((expert * N + n) * word_stride + k // PARTS)[:, :, None] + d[None, None, :]
     x_at = x + x_row[None, None, :] * x_stride + (k + d[None, :])[:, :, None]
-    scale_at = scale + expert * expert_scales + n // ROWS
-    zero_at = zero + expert * expert_zeros + n
+    # what is not packed has the shape of zero points, if there are any
+    own = expert * expert_scales + (n // ROWS) * scale_stride
+    packed_at = scale + expert * expert_scales + n
     total = tl.zeros([SLICES, BN, BM], dtype=tl.float32)
     # These are asked for one block ahead: unlike codes, tokens and packed scales they go through no pipeline.
     if OWN:
-        scales = of_block(scale_at, scale_step, k, n_inside, K, PARTS, DEPTH, GROUP)
+        scales = of_block(scale + own, k, n_inside, K, PARTS, DEPTH, GROUP)
     if ZERO != "":
-        zeros = of_block(zero_at, zero_step, k, n_inside, K, PARTS, DEPTH, GROUP)
+        zeros = of_block(zero + own, k, n_inside, K, PARTS, DEPTH, GROUP)
     for stride in range(0, SLICE, STRIDE):
         for block in tl.static_range(UNROLL):
             start = stride + block * BLOCK
@@ -120,13 +119,13 @@ def few_tokens(  # type: ignore[no-untyped-def]
             # where there are none, nothing looks at them
             used, below = held, held
             if PACKED:
-                used = tl.load(scale_at + ((k + start) // BLOCK) * scale_step, mask=inside, other=0)
+                used = tl.load(packed_at + ((k + start) // BLOCK) * scale_stride, mask=inside, other=0)
             elif OWN:
                 used = scales
-                scales = of_block(scale_at, scale_step, k + (start + BLOCK), n_inside, K, PARTS, DEPTH, GROUP)
+                scales = of_block(scale + own, k + (start + BLOCK), n_inside, K, PARTS, DEPTH, GROUP)
             if ZERO != "":
                 below = zeros
-                zeros = of_block(zero_at, zero_step, k + (start + BLOCK), n_inside, K, PARTS, DEPTH, GROUP)
+                zeros = of_block(zero + own, k + (start + BLOCK), n_inside, K, PARTS, DEPTH, GROUP)
             w = decoded_parts(
                 held, table, below, used, ASM, OPERANDS, EXTRA, ELEMENT, PARTS, SCALE, RAISED, ZERO, BASE, FOLD, BF16
             )
@@ -175,10 +174,8 @@ def many_tokens(  # type: ignore[no-untyped-def]
     N,
     x_stride,
     word_stride,
-    scale_step,
-    zero_step,
+    scale_stride,
     expert_scales,
-    expert_zeros,
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
     ASM: tl.constexpr,
@@ -220,25 +217,26 @@ def many_tokens(  # type: ignore[no-untyped-def]
     n_inside = n < N
     word_at = words + ((expert * N + n) * word_stride)[:, None] + d[None, :]
     x_at = x + x_row[None, :] * x_stride + d[:, None]
-    scale_at = scale + expert * expert_scales + n // ROWS
-    zero_at = zero + expert * expert_zeros + n
+    # what is not packed has the shape of zero points, if there are any
+    own = expert * expert_scales + (n // ROWS) * scale_stride
+    packed_at = scale + expert * expert_scales + n
     total = tl.zeros([BN, BM], dtype=tl.float32)
     if OWN:
-        scales = of_block(scale_at, scale_step, 0, n_inside, K, PARTS, DEPTH, GROUP)
+        scales = of_block(scale + own, 0, n_inside, K, PARTS, DEPTH, GROUP)
     if ZERO != "":
-        zeros = of_block(zero_at, zero_step, 0, n_inside, K, PARTS, DEPTH, GROUP)
+        zeros = of_block(zero + own, 0, n_inside, K, PARTS, DEPTH, GROUP)
     for start in range(0, K, BLOCK):
         held = tl.load(word_at + start // PARTS, mask=n_inside[:, None], other=0)
         # where there are none, nothing looks at them
         used, below = held, held
         if PACKED:
-            used = tl.load(scale_at + (start // BLOCK) * scale_step, mask=n_inside, other=0)
+            used = tl.load(packed_at + (start // BLOCK) * scale_stride, mask=n_inside, other=0)
         elif OWN:
             used = scales
-            scales = of_block(scale_at, scale_step, start + BLOCK, n_inside, K, PARTS, DEPTH, GROUP)
+            scales = of_block(scale + own, start + BLOCK, n_inside, K, PARTS, DEPTH, GROUP)
         if ZERO != "":
             below = zeros
-            zeros = of_block(zero_at, zero_step, start + BLOCK, n_inside, K, PARTS, DEPTH, GROUP)
+            zeros = of_block(zero + own, start + BLOCK, n_inside, K, PARTS, DEPTH, GROUP)
         w = decoded_parts(
             held, table, below, used, ASM, OPERANDS, EXTRA, ELEMENT, PARTS, SCALE, RAISED, ZERO, BASE, FOLD, BF16
         )

@@ -18,7 +18,8 @@ from omniplat.scheme import TensorQuant
 
 #: element -> bits of a code. Integers are held as what they are above their smallest, so that none is negative.
 _BITS = {"fp4_e2m1": 4, "int4": 4, "uint4": 4, "nf4": 4, "fp4_bnb": 4, "fp8_e4m3": 8, "int8": 8, "uint8": 8}
-_TABLES = ("nf4", "fp4_bnb")
+#: Elements whose codes are no numbers.
+TABLES = ("nf4", "fp4_bnb")
 _ROLES = frozenset({"codes", "scale", "zero_point", "global_scale", "pre_scale", "bias"})
 #: What static activations bring; nothing is quantized here.
 _UNUSED = frozenset({"input_scale", "input_zero_point", "input_global_scale"})
@@ -98,7 +99,7 @@ def _scales(weight: WeightTensors, form: WordForm, name: str) -> tuple[torch.Ten
     scale, and what packing moved there."""
     scale = weight.tensors["scale"]
     if form.scale == "none":
-        empty = torch.empty((*weight.tensors["codes"].shape[:-2], 0, 1), dtype=torch.float32, device=scale.device)
+        empty = torch.empty((*weight.tensors["codes"].shape[:-2], 1, 0), dtype=torch.float32, device=scale.device)
         return empty, scale.to(torch.float32).squeeze(-1).contiguous()
     row = weight.tensors.get("global_scale")
     row = None if row is None else row.to(torch.float32).squeeze(-1).contiguous()
@@ -156,14 +157,15 @@ def decode_form(text: str) -> WordForm:
 
 def word_tensors(weight: WeightTensors, form: WordForm, name: str) -> dict[str, torch.Tensor]:
     """The buffers of a weight that `why_not` allows: `words` int16 [N, K * bits / 16] (K filled up to whole blocks);
-    `scale` as the form says, [G, N], [ceil(K/bk), ceil(N/bn)] of blocks, or packed; `zero` uint8 or f32 [G, N];
+    `scale` as the form says: packed, [blocks, N], so that those of a tile's rows lie side by side; else [N, G], or
+    [ceil(N/bn), ceil(K/bk)] of blocks, so that a row's next ones are in the cache; `zero` uint8 or f32 [N, G];
     `row_scale` f32 [N], one factor for each row; `table` f32 [16] of codes that are no numbers; `pre_scale` f32 [K].
     Experts lead, but for `table`. Raises InvalidCheckpointError, naming the layer `name`, for codes and e8m0 scales of
     NaN."""
     codes = weight.tensors["codes"]
     rows = _bytes_of(codes.reshape(-1, codes.shape[-1]), weight.scheme.weight, name)
     scale, row_scale = _scales(weight, form, name)
-    if form.scale != "none":
+    if form.scale.startswith("packed"):
         scale = scale.transpose(-1, -2).contiguous()
     words = to_words(rows, form.element, form.bits, form.depth).view(*codes.shape[:-1], -1)
     tensors = {"words": words, "scale": scale}
@@ -171,9 +173,8 @@ def word_tensors(weight: WeightTensors, form: WordForm, name: str) -> dict[str, 
         tensors["row_scale"] = row_scale
     if "zero_point" in weight.tensors:
         zero = weight.tensors["zero_point"]
-        zero = zero.to(torch.float32 if zero.is_floating_point() else torch.uint8)
-        tensors["zero"] = zero.transpose(-1, -2).contiguous()
-    if form.element in _TABLES:
+        tensors["zero"] = zero.to(torch.float32 if zero.is_floating_point() else torch.uint8).contiguous()
+    if form.element in TABLES:
         tensors["table"] = code_values(form.element).to(codes.device)
     if "pre_scale" in weight.tensors:
         tensors["pre_scale"] = weight.tensors["pre_scale"].to(torch.float32).reshape(-1).contiguous()
@@ -194,8 +195,9 @@ def dequantized(
         column = torch.arange(form.in_features, device=words.device) // form.group
         row = torch.arange(form.out_features, device=words.device) // form.rows
         if zero is not None:
-            weight = weight - zero.to(torch.float32).t()[row][:, column]
-        weight = weight * _multipliers(scale.t().contiguous(), form)[row][:, column]
+            weight = weight - zero.to(torch.float32)[row][:, column]
+        stored = scale.t().contiguous() if form.scale.startswith("packed") else scale
+        weight = weight * _multipliers(stored, form)[row][:, column]
     return weight if row_scale is None else weight * row_scale[:, None]
 
 

@@ -62,7 +62,7 @@ def main(arch: str, weight_ids: list[str]) -> None:
         words, table, scale, zero, row_scale = (
             dict(layer.named_buffers()).get(role) for role in ("words", "table", "scale", "zero", "row_scale")
         )
-        tile = weight_only_triton.tile_of(tokens, OUT, weight_only_triton.folds(form, dtype))
+        tile = weight_only_triton.tile_of(tokens, form, weight_only_triton.folds(form, dtype))
         y = torch.empty(tokens, OUT, dtype=dtype, device="meta")
         with collected(kernels):
             weight_only_triton.weight_only_product(x, words, table, scale, zero, row_scale, None, y, form, tile)

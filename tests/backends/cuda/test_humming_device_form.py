@@ -16,7 +16,7 @@ from omniplat.conformance.tolerances import excess
 from omniplat.runtime.tensors import DTYPES
 from tests.backends.cuda import test_humming as linear
 from tests.backends.cuda import test_humming_experts as experts
-from tests.backends.cuda.building import CAPABILITIES, check, layer_of
+from tests.backends.cuda.building import check, layer_of
 from tests.support.humming_stand_in import Kernels, stand_in
 from tests.support.triton import INTERPRETED, needs_triton
 
@@ -99,7 +99,7 @@ class TestExperts:
         for rows in (1, 9):
             routing = make_routing(rows, experts.EXPERTS, experts.TOP, np.random.default_rng(rows))
             x = experts.rounded_input(rows)
-            wanted = expected.experts(x, w13, w2, routing, CAPABILITIES[experts.KERNEL], "bf16")
+            wanted = expected.experts(x, w13, w2, routing, experts.capability_of(scheme), "bf16")
             found = experts.run(layer, x, routing, "cpu")
             assert not (problem := excess(found, wanted.y, wanted.allowed)), f"{rows} rows: {problem}"
 

@@ -118,6 +118,11 @@ class HummingExperts(MoeKernel[HummingExpertsConfig]):
         return y
 
 
+class HummingExpertsByRow(HummingExperts):
+    name: ClassVar[str] = "humming_moe_rows"
+    capability: ClassVar[Capability] = declared.MOE_BY_ROW
+
+
 class HummingExpertsTuring(HummingExperts):
     name: ClassVar[str] = "humming_moe_turing"
     capability: ClassVar[Capability] = declared.MOE_TURING
