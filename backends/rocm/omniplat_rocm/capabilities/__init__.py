@@ -1,0 +1,1 @@
+"""What each of the backend's kernels runs, as data."""
