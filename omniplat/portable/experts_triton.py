@@ -20,6 +20,7 @@ from omniplat.portable.weight_only_triton import (
     weight_only_product,
 )
 from omniplat.portable.word_weights import WordForm
+from omniplat.runtime.activate import activate
 
 #: Columns of one program.
 _COLUMNS = 1024
@@ -69,6 +70,14 @@ def silu_and_mul(both: torch.Tensor) -> torch.Tensor:
     hidden = torch.empty((rows, columns), dtype=both.dtype, device=both.device)
     _SILU_AND_MUL((rows, -(-columns // _COLUMNS), 1), (both, hidden), (columns,))
     return hidden
+
+
+def activated(both: torch.Tensor, activation: str, limit: float, alpha: float) -> torch.Tensor:
+    """What w2 takes of `both` [R, 2I], gate first, contiguous: [R, I] in its dtype; see `omniplat.runtime.activate`."""
+    if activation == "silu" and not limit:
+        return silu_and_mul(both)
+    gate, up = both.to(torch.float32).chunk(2, dim=1)
+    return activate(gate, up, activation, limit, alpha).to(both.dtype)
 
 
 def combine(

@@ -134,11 +134,7 @@ def _experts(
     tokens = experts_triton.tokens_of(len(order.rows), len(words), x.device)
     tiles = experts_triton.tiles_of(order, tokens)
     both = experts_triton.product(x, w13, first, tiles)
-    if activation == "silu" and not limit:
-        hidden = experts_triton.silu_and_mul(both)
-    else:
-        gate, up = both.to(torch.float32).chunk(2, dim=1)
-        hidden = activate(gate, up, activation, limit, alpha).to(x.dtype)
+    hidden = experts_triton.activated(both, activation, limit, alpha)
     out = experts_triton.product(hidden, w2, second, experts_triton.in_place(tiles))
     weights = topk_weights.to(torch.float32).contiguous()
     return experts_triton.combine(out, order.place, weights, order.ends[-1:], out_dtype)

@@ -147,7 +147,7 @@ def _on_device(
     """`w13` and `w2` are the tensors of `_BUFFERS`, None for those that there are not."""
     if not len(x):
         return x.new_empty(x.shape, dtype=out_dtype)
-    from omniplat.portable.experts_triton import combine, silu_and_mul
+    from omniplat.portable.experts_triton import activated, combine
     from omniplat_cuda.kernels.align_triton import align
     from omniplat_cuda.kernels.humming_runtime import Key, bucket_of, tile_rows
 
@@ -161,11 +161,7 @@ def _on_device(
     first, second = (Key(layer, "indexed", bucket, device) for layer in (w13_layer, w2_layer))
     tiles = align(ids, experts, tile_rows(first))
     both = _product(first, first_form, aligned(x, first_form.dtype), w13, tiles, slots)
-    if activation == "silu" and not limit:
-        hidden = silu_and_mul(both)
-    else:
-        gate, up = both.to(torch.float32).chunk(2, dim=1)
-        hidden = activate(gate, up, activation, limit, alpha).to(both.dtype)
+    hidden = activated(both, activation, limit, alpha)
     if tile_rows(second) != tile_rows(first):
         tiles = align(ids, experts, tile_rows(second))
     out = _product(second, second_form, hidden, w2, tiles, 1)
