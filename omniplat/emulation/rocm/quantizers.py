@@ -7,6 +7,7 @@ at e4048607. Reciprocals are exact here, where the device has approximations.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from packaging.version import Version
 
 from omniplat.emulation.core import Emulation
@@ -45,10 +46,12 @@ def mxfp4_scale(amax: torch.Tensor, rule: str) -> torch.Tensor:
 
 
 def mxfp4(x: torch.Tensor, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` [..., K] to packed codes uint8 [..., K/2], rounded to nearest even, and bytes [..., K/32]."""
-    groups = in_groups(x.to(torch.float32), x.shape[-1] // 32)
+    """`x` [..., K], K even, to packed codes uint8 [..., K/2], rounded to nearest even, and bytes [..., ceil(K/32)]."""
+    columns = x.shape[-1]
+    padded = F.pad(x.to(torch.float32), (0, -columns % 32))
+    groups = in_groups(padded, padded.shape[-1] // 32)
     scale = mxfp4_scale(groups.abs().amax(-1), rule)
-    codes = e2m1_codes((groups / e8m0_values(scale).unsqueeze(-1)).flatten(-2), "nearest-even")
+    codes = e2m1_codes((groups / e8m0_values(scale).unsqueeze(-1)).flatten(-2)[..., :columns], "nearest-even")
     return pack_nibbles(codes), scale
 
 
@@ -113,8 +116,12 @@ def per_1x32_f4_quant_hip(
 def dynamic_mxfp4_quant(
     emulation: Emulation, x: torch.Tensor, scaling_mode: str = "even"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Triton's MXFP4: uint8 [M, K/2] and uint8 scales [M, K/32], column by column. The rule is "even" always."""
+    """Triton's MXFP4: uint8 [M, K/2] and uint8 scales [M, ceil(K/32)], column by column. The rule is "even" always.
+
+    Its kernel is compiled for gfx950 alone, of what is emulated.
+    """
     op = "aiter.ops.triton.quant.dynamic_mxfp4_quant"
+    emulation.require(op, emulation.arch == "gfx950", f"there is no MXFP4 on {emulation.arch}")
     emulation.require(op, x.dim() == 2, f"not enough values to unpack: {list(x.shape)}")
     emulation.require(op, (x.shape[1] // 2) % 2 == 0, "(N // 2) % 2 == 0")
     if scaling_mode != "even":

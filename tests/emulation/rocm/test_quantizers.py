@@ -42,6 +42,25 @@ def test_tritons_rule_did_not_change(version: str) -> None:
     assert scale.stride() == (1, len(INPUT)), "scales lie column by column"
 
 
+@pytest.mark.parametrize("columns", [4, 36, 48, 64, 100])
+def test_triton_scales_a_last_group_that_is_not_whole(columns: int) -> None:
+    """ceil(K/32) scales: those of the whole groups do not change, the last one is that of what is there."""
+    x = INPUT[:, :columns].contiguous()
+    whole = columns // 32 * 32
+    with emulate("rocm:gfx950") as emulation:
+        from aiter.ops.triton.quant import dynamic_mxfp4_quant
+
+        codes, scale = dynamic_mxfp4_quant(x)
+        padded_codes, padded_scale = dynamic_mxfp4_quant(torch.nn.functional.pad(x, (0, -columns % 32)))
+    assert codes.shape == (len(x), columns // 2)
+    assert scale.shape == (len(x), -(-columns // 32))
+    assert torch.equal(codes[:, : whole // 2], GOLDEN["aiter_even.codes"][:, : whole // 2])
+    assert torch.equal(scale[:, : whole // 32], GOLDEN["aiter_even.scale"][:, : whole // 32])
+    assert torch.equal(codes, padded_codes[:, : columns // 2])
+    assert torch.equal(scale, padded_scale)
+    assert not emulation.violations
+
+
 def test_what_is_not_finite_has_no_scale() -> None:
     amax = torch.tensor([torch.inf, torch.nan])
     for rule in ("ceil", "even"):
