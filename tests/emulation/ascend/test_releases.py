@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
-
 import pytest
 from omniplat_ascend.spec import SPEC
 from packaging.requirements import Requirement
@@ -12,10 +9,7 @@ from packaging.version import Version
 
 from omniplat.emulation.ascend import OPERATORS, VENDOR
 from omniplat.emulation.schemas import of_version
-
-EXTRAS = tomllib.loads((Path(__file__).resolve().parents[3] / "pyproject.toml").read_text())["project"][
-    "optional-dependencies"
-]
+from tests.packaging.pyproject import read
 
 
 def torch_npu(requirements: tuple[str, ...]) -> Requirement:
@@ -35,7 +29,7 @@ def test_the_oldest_release_that_is_asked_for_is_emulated() -> None:
 
 
 def test_the_extra_installs_what_the_backend_asks_for() -> None:
-    assert torch_npu(tuple(EXTRAS["ascend"])) == torch_npu(SPEC.distributions)
+    assert torch_npu(tuple(read()["project"]["optional-dependencies"]["ascend"])) == torch_npu(SPEC.distributions)
 
 
 @pytest.mark.parametrize("version", VENDOR.known)
