@@ -64,6 +64,14 @@ class OmniplatDiffusionConfig(OmniplatConfig):
                 return str(metadata["quant_method"])
         return self._method
 
+    def __repr__(self) -> str:
+        """Models log it. Of metadata that has an entry for every tensor, none."""
+        own = [
+            what for what, is_own in (("linear layers", self._own_linears), ("experts", self._own_experts)) if is_own
+        ]
+        native = "none" if self._native is None else type(self._native).__name__
+        return f"{type(self).__name__}(method={self._method!r}, mode={self._mode!r}, own={own}, native={native})"
+
     @property
     def is_checkpoint_quantized(self) -> bool:
         """vllm-omni's loader asks whether weights are of use as they are stored: then a model that is to be offloaded

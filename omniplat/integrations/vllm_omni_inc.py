@@ -12,7 +12,18 @@ from omniplat.integrations.vllm_omni_config import OmniplatDiffusionConfig
 
 
 class OmniplatStoredConfig(OmniplatDiffusionConfig, OmniINCConfig):  # type: ignore[misc]
-    """Nothing of AutoRound's own config is used: every method that vllm-omni calls comes from the first base."""
+    """Nothing of AutoRound's own config is used, nor are its fields there: every method and every property that
+    vllm-omni reads comes from the first base, or from here."""
 
     def __init__(self, *args: object, **options: object) -> None:
         OmniplatDiffusionConfig.__init__(self, *args, **options)  # type: ignore[arg-type]
+
+    @property
+    def is_mxfp(self) -> bool:
+        """Whether AutoRound's own methods would run MX formats: not those of layers that are omniplat's."""
+        return not self.takes_layers and bool(getattr(self._native, "is_mxfp", False))
+
+    @property
+    def is_mxfp8(self) -> bool:
+        """As `is_mxfp`."""
+        return not self.takes_layers and bool(getattr(self._native, "is_mxfp8", False))

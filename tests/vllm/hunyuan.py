@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 import vllm_omni.diffusion.models.hunyuan_image3.hunyuan_image3_transformer as source
 from torch import nn
+from vllm.distributed import get_pp_group
 from vllm_omni.diffusion.models.hunyuan_image3.pipeline_hunyuan_image3 import HunyuanImage3Pipeline
 
 from tests.vllm.engine import tensors_of
@@ -56,9 +57,22 @@ class Layers(source.HunyuanImage3Model):
 
 def build(folder: Path, quant_config: Any, count: int) -> Layers:
     """The first `count` layers of the model that `folder` holds, in torch's default dtype, not loaded yet."""
+    return Layers(config_of(folder), quant_config, count)
+
+
+def build_whole(folder: Path, quant_config: Any) -> source.HunyuanImage3Model:
+    """The model that `folder` holds, by vllm-omni's own constructor, not loaded yet. The pipeline of one stage is
+    vLLM's: vllm-omni's own groups come with a whole engine."""
+    replaced = {"Attention": PlainAttention, "ImageKVCacheManager": mock.Mock(), "get_pp_group": get_pp_group}
+    with mock.patch.multiple(source, **replaced):
+        return source.HunyuanImage3Model(config_of(folder), quant_config, "")
+
+
+def config_of(folder: Path) -> source.HunyuanImage3Config:
     config = json.loads((folder / "config.json").read_text())
-    known = {key: value for key, value in config.items() if key not in ("quantization_config", "vit")}
-    return Layers(source.HunyuanImage3Config(**known), quant_config, count)
+    return source.HunyuanImage3Config(
+        **{key: value for key, value in config.items() if key not in ("quantization_config", "vit")}
+    )
 
 
 def load(model: Layers, folder: Path) -> None:

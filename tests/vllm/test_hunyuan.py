@@ -18,7 +18,7 @@ from omniplat.integrations.vllm_loading import MEMBER
 from omniplat.oracle.moe import experts
 from omniplat.scheme import Scheme
 from tests.vllm.engine import engine, tensors_of
-from tests.vllm.hunyuan import MAPPER, build, load
+from tests.vllm.hunyuan import MAPPER, build, build_whole, load
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hunyuan-image3-mxfp4-mxfp8" / "checkpoint"
 ORIGINAL = EXAMPLE.with_name("original")
@@ -63,6 +63,17 @@ def test_metadata_is_enough(one_rank: None, default_bf16: None) -> None:
         "layers.0.mlp.gate": "UnquantizedLinearMethod",
         "layers.0.mlp.experts.routed_experts": "OmniplatMoEMethod",
     }
+
+
+def test_the_whole_model_is_built_by_its_own_constructor(one_rank: None, default_bf16: None) -> None:
+    """It logs the config before it makes any layer."""
+    config = build_quant_config(json.loads((EXAMPLE / "config.json").read_text())["quantization_config"])
+    with engine(1):
+        config.maybe_update_config(str(EXAMPLE))
+        config.apply_vllm_mapper(MAPPER)
+        methods = methods_of(build_whole(EXAMPLE, config))
+    assert methods["layers.0.self_attn.qkv_proj"] == "OmniplatLinearMethod"
+    assert methods["layers.0.mlp.experts.routed_experts"] == "OmniplatMoEMethod"
 
 
 def test_experts_are_quantized_while_they_load(one_rank: None, default_bf16: None) -> None:
