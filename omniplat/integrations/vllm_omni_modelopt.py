@@ -2,7 +2,7 @@
 
 For language models they are vLLM's own in every respect. vllm-omni names the checkpoint as it makes a diffusion model
 (`maybe_update_config` without a model's configuration): then omniplat plans it, and what it takes goes to its own
-config.
+config. What omniplat refuses is left to vllm-omni only where that runs it by itself.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptNvFp4Config,
 )
 
-from omniplat.errors import OmniplatError
-from omniplat.integrations.dispatch import LOGGER, dispatch_mode
+from omniplat.errors import InvalidCheckpointError, OmniplatError, UnsupportedOptionError
+from omniplat.integrations.dispatch import ALL, LOGGER, dispatch_mode
 from omniplat.integrations.vllm_native import is_asking
 from omniplat.integrations.vllm_omni_config import OmniplatDiffusionConfig
+from omniplat.integrations.vllm_omni_gap import native_gap, quantized_components
+from omniplat.integrations.vllm_plan import plan_for_engine
 
 logger = init_logger(LOGGER)
 
@@ -30,7 +32,7 @@ _SERIALIZED = ("is_checkpoint_fp8_serialized", "is_checkpoint_nvfp4_serialized")
 _METHOD_KEYS = ("quant_method", "method")
 
 
-class _Asking(QuantizationConfig):  # type: ignore[misc]
+class AskingConfig(QuantizationConfig):  # type: ignore[misc]
     """The part before vLLM's own class. `stock` is that class."""
 
     stock: type[QuantizationConfig]
@@ -38,20 +40,28 @@ class _Asking(QuantizationConfig):  # type: ignore[misc]
     _own: OmniplatDiffusionConfig | None = None
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> _Asking:
-        made: _Asking = super().from_config(config)
+    def from_config(cls, config: dict[str, Any]) -> AskingConfig:
+        made: AskingConfig = super().from_config(config)
         made._metadata = dict(config)
         return made
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Raises omniplat's error for a diffusion checkpoint that is broken, and for one that omniplat refuses where it
+        was to run all of them or vllm-omni does not run it either."""
         super().maybe_update_config(model_name, hf_config=hf_config, revision=revision)
         if hf_config is not None or self._metadata is None or self._own is not None or is_asking():
             return
         options = {key: value for key, value in self._metadata.items() if key not in _METHOD_KEYS}
-        own = OmniplatDiffusionConfig("modelopt", options, dispatch_mode(), self.stock.from_config(self._metadata))
+        mode = dispatch_mode()
+        own = OmniplatDiffusionConfig("modelopt", options, mode, self.stock_config())
         try:
             own.maybe_update_config(model_name, revision=revision)
         except OmniplatError as error:
+            if mode == ALL or _is_broken(error):
+                raise
+            if problem := self._native_problem(model_name, revision):
+                logger.info_once("vllm-omni does not run %s by itself: %s", model_name, problem)
+                raise
             logger.warning_once("omniplat leaves %s to vllm-omni: %s", model_name, error.message)
             return
         if own.takes_layers:
@@ -60,6 +70,19 @@ class _Asking(QuantizationConfig):  # type: ignore[misc]
                 for flag in _SERIALIZED:
                     if hasattr(self, flag):
                         setattr(self, flag, False)
+
+    def stock_config(self) -> QuantizationConfig:
+        """vLLM's own config for the same metadata."""
+        return self.stock.from_config(dict(self._metadata or {}))
+
+    def _native_problem(self, checkpoint: str, revision: str | None) -> str:
+        """Why vllm-omni does not run the checkpoint either; "" where it does, and where nobody can tell because
+        omniplat does not know what is stored."""
+        try:
+            planned = plan_for_engine(checkpoint, revision)
+        except OmniplatError:
+            return ""
+        return native_gap(planned, quantized_components(planned), self.stock_config())
 
     def get_name(self) -> str:
         name: str = super().get_name() if self._own is None or not self._own.takes_linears else self._own.get_name()
@@ -82,13 +105,18 @@ class _Asking(QuantizationConfig):  # type: ignore[misc]
         return self._own is not None and self._own.is_checkpoint_quantized
 
 
-class OmniplatModelOptFp8Config(_Asking, ModelOptFp8Config):  # type: ignore[misc]
+def _is_broken(error: OmniplatError) -> bool:
+    """True for what no engine can run rightly, such as a missing tensor; False for what only omniplat does not."""
+    return isinstance(error, InvalidCheckpointError) and not isinstance(error, UnsupportedOptionError)
+
+
+class OmniplatModelOptFp8Config(AskingConfig, ModelOptFp8Config):  # type: ignore[misc]
     stock = ModelOptFp8Config
 
 
-class OmniplatModelOptNvFp4Config(_Asking, ModelOptNvFp4Config):  # type: ignore[misc]
+class OmniplatModelOptNvFp4Config(AskingConfig, ModelOptNvFp4Config):  # type: ignore[misc]
     stock = ModelOptNvFp4Config
 
 
-class OmniplatModelOptMixedConfig(_Asking, ModelOptMixedPrecisionConfig):  # type: ignore[misc]
+class OmniplatModelOptMixedConfig(AskingConfig, ModelOptMixedPrecisionConfig):  # type: ignore[misc]
     stock = ModelOptMixedPrecisionConfig

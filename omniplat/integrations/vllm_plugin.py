@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from omniplat.integrations.dispatch import CPU_VARIABLE, LOGGER, METHOD, OFF, dispatch_mode
 
 
@@ -25,7 +28,7 @@ def register_for_omni() -> None:
 
     Problems are logged as errors: vllm-omni itself reports none of a plugin.
     """
-    try:
+    with _logging("omniplat is not registered in vllm-omni"):
         if dispatch_mode() == OFF:
             return
         from omniplat.integrations.vllm_omni import register_builders
@@ -33,22 +36,33 @@ def register_for_omni() -> None:
 
         register_entries()
         register_builders()
-    except Exception:
-        import logging
-
-        logging.getLogger(LOGGER).exception("omniplat is not registered in vllm-omni")
-        raise
 
 
 def cpu_platform() -> str | None:
-    """`vllm_omni.platform_plugins`: the platform for CPUs, where it is asked for and nothing better is there."""
+    """`vllm_omni.platform_plugins`: the platform for CPUs, where it is asked for and nothing better is there.
+
+    Problems are logged as errors, as in `register_for_omni`.
+    """
     import os
 
     if os.environ.get(CPU_VARIABLE) != "1":
         return None
-    import torch
-    from vllm.platforms import current_platform
+    with _logging("omniplat's platform for CPUs is not active in vllm-omni"):
+        import torch
+        from vllm.platforms import current_platform
 
-    if torch.accelerator.is_available() or not current_platform.is_cpu():
-        return None
+        if torch.accelerator.is_available() or not current_platform.is_cpu():
+            return None
     return "omniplat.integrations.vllm_omni_cpu.CpuOmniPlatform"
+
+
+@contextmanager
+def _logging(what: str) -> Iterator[None]:
+    """Log an error with its traceback before it goes to an engine that reports none."""
+    try:
+        yield
+    except Exception:
+        import logging
+
+        logging.getLogger(LOGGER).exception(what)
+        raise
