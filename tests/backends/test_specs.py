@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -25,6 +26,11 @@ CAPABILITIES = [(kind, capability) for kind, spec in SPECS.items() for capabilit
 #: A weight for every pattern of `not_supported`.
 EXAMPLES = ("mxfp4-dual", "svdq-int4", "gguf-q4_k", "int8-bnb", "nvfp4", "nf4-b64", "fp4bnb-b64", "mxfp6e2m3",
             "int8-channel")  # fmt: skip
+#: Something that does not change: a file at a commit or at a release's tag, a commit, an issue.
+SOURCE = re.compile(
+    r"https://github\.com/[\w.-]+/[\w.-]+/"
+    r"(blob/([0-9a-f]{40}|v\d+(\.\d+)+)/[^\s/][^\s]*\.\w+|commit/[0-9a-f]{8,40}|issues/\d+)"
+)
 DIMS = {"in", "out", "intermediate", "experts"}
 ACTIVATIONS = {name for chain in ACTIVATION_ORDER for braces in chain for name in braces}
 
@@ -158,7 +164,7 @@ def test_quirks_are_about_kernels_and_say_where_they_are_seen(kind: str) -> None
     for quirk in SPECS[kind].quirks:
         assert all(any(matches((pattern,), name) for name in names) for pattern in quirk.kernels), quirk.kernels
         assert quirk.text
-        assert quirk.source.startswith("https://")
+        assert SOURCE.fullmatch(quirk.source), quirk.source
 
 
 def test_no_device_is_without_a_reason() -> None:

@@ -9,6 +9,9 @@ from omniplat.backend import BackendSpec, NotSupported, Quirk
 from omniplat_ascend.capabilities import floats, integers
 from omniplat_ascend.capabilities.common import OP_PLUGIN, OPS_NN, TORCH, TORCH_NPU, VLLM_ASCEND
 
+_ADAPTERS = f"{OP_PLUGIN}/op_plugin/ops/opapi"
+_DOCUMENTS = f"{OP_PLUGIN}/docs/zh/custom_APIs/torch_npu"
+
 SPEC = BackendSpec(
     name="ascend",
     api_version=1,
@@ -22,67 +25,67 @@ SPEC = BackendSpec(
             ("quant_matmul_int8_static",),
             "without a scale per token, an f32 scale is cut to 19 bits beside an f16 output; the input's scale is "
             "given per token",
-            OP_PLUGIN,
+            f"{_ADAPTERS}/QuantMatmulKernelNpuOpApi.cpp",
         ),
         Quirk(
             ("quant_matmul_int4",),
             "takes no bias beside a scale per token: layers with one are refused, since adding it outside rounds twice",
-            OP_PLUGIN,
+            f"{_DOCUMENTS}/torch_npu-npu_quant_matmul.md",
         ),
         Quirk(
             ("quant_matmul_fp8",),
             "a bias inside the operator is reported wrong for fp8; it is added to a float32 output",
-            VLLM_ASCEND,
+            f"{VLLM_ASCEND}/vllm_ascend/quantization/methods/w8a8fp8_dynamic.py",
         ),
         Quirk(
             ("dual_level_quant_matmul",),
             "the weight has to lie in the NZ format, which a copy through another device or a state dict loses: it is "
             "cast anew in every call then",
-            OP_PLUGIN,
+            f"{_ADAPTERS}/DualLevelQuantMatmulKernelNpuOpApi.cpp",
         ),
         Quirk(
             ("dual_level_quant_matmul",),
             "a smoothing vector inside the quantizer is documented as unsupported; the input is multiplied outside, "
             "and rounded to its dtype",
-            OP_PLUGIN,
+            f"{_DOCUMENTS}/torch_npu-npu_dynamic_dual_level_mx_quant.md",
         ),
         Quirk(
             ("weight_quant_batchmatmul_int*", "grouped_matmul_w*a16", "grouped_matmul_mxfp4_w8a16"),
             "scales have 16 bits: of one per row the operator gets a power of two and the output the rest; scales of "
             "groups are rounded",
-            OP_PLUGIN,
+            f"{_DOCUMENTS}/torch_npu-npu_weight_quant_batchmatmul.md",
         ),
         Quirk(
             ("grouped_matmul_int8", "grouped_matmul_int4_a8"),
             "a2 and a3 take bf16 scales only beside a bf16 output; the int32 product is scaled outside",
-            OP_PLUGIN,
+            f"{_DOCUMENTS}/torch_npu-npu_grouped_matmul.md",
         ),
         Quirk(
             ("grouped_matmul_w4a8",),
             "splits inputs in two, rounds sums of 256 products to f16 and adds them up in it: scales are given without "
             "their size, so that no sum leaves f16; it writes over its inputs",
-            OP_PLUGIN,
+            f"{OP_PLUGIN}/test/test_custom_ops/test_npu_grouped_matmul.py",
         ),
         Quirk(
             ("quant_matmul_fp8_block",),
             "takes no bias; it is added to a float32 output",
-            OPS_NN,
+            f"{OPS_NN}/matmul/quant_batch_matmul_v4/docs/aclnnQuantMatmulV5.md",
         ),
         Quirk(
             ("grouped_matmul_mxfp4_a16",),
             "the weight has to lie in the NZ format, which a copy through another device or a state dict loses: it is "
             "cast anew in every call then",
-            OP_PLUGIN,
+            f"{_ADAPTERS}/GroupedMatmulKernelNpuOpApi.cpp",
         ),
         Quirk(
             ("grouped_matmul_*",),
             "groups have to cover all rows: rows of experts that are elsewhere are counted to the last one and dropped",
-            OP_PLUGIN,
+            f"{_DOCUMENTS}/torch_npu-npu_grouped_matmul.md",
         ),
         Quirk(
             ("*_mxfp8", "quant_matmul_mxfp4*", "dual_*", "grouped_matmul_mxfp4", "*_mxfp4_a8"),
             "scales come in pairs, so that K is a multiple of 64",
-            OP_PLUGIN,
+            f"{OPS_NN}/matmul/quant_batch_matmul_v4/docs/aclnnQuantMatmulV5.md",
         ),
     ),
     not_supported=(

@@ -6,9 +6,10 @@ from omniplat.capability import ShapeRule
 
 #: From the release on whose operators include all that kernels call: 2.6 lacks npu_dynamic_mx_quant and others.
 TORCH_NPU = "torch-npu>=2.10"
-OP_PLUGIN = "https://github.com/Ascend/op-plugin"
-OPS_NN = "https://github.com/hicann/ops-nn"
-VLLM_ASCEND = "https://github.com/vllm-project/vllm-ascend"
+#: Repositories at the commits that were read; a path in them follows.
+OP_PLUGIN = "https://github.com/Ascend/op-plugin/blob/517f2e7d0f202f38b76310706cb977ca2388ad21"
+OPS_NN = "https://github.com/hicann/ops-nn/blob/e5c3fa9327ea95ba26d06227e746923580d10921"
+VLLM_ASCEND = "https://github.com/vllm-project/vllm-ascend/blob/182b75ea84ff13ece27b57391331ef8935410aea"
 TORCH = "torch>=2.6"
 
 LINEAR = "omniplat_ascend.kernels.linear"
