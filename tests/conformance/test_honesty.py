@@ -217,6 +217,19 @@ def test_committed_reports_prove_what_is_declared() -> None:
     assert all(row.evidence.startswith("verified on cpu:") for row in rows)
 
 
+@pytest.mark.parametrize("backend", ["ascend", "rocm", "xpu"])
+def test_an_emulated_row_names_the_architectures_that_ran(backend: str) -> None:
+    """And no other that the capability is declared for: `xpu` has kernels for lnl that no report has run as lnl."""
+    reports = committed_reports()
+    ran = {item["device"]["arch"] for item in reports if item["backend"]["name"] == backend}
+    rows = [row for row in support_rows([default_registry().load(BACKENDS, backend)], reports) if row.emulated_archs]
+    assert rows
+    for row in rows:
+        declared = set(row.archs or ran)
+        assert set(row.emulated_archs) == declared & ran, row.capability.name
+        assert row.shown.startswith(f"emulated as {', '.join(row.emulated_archs)}")
+
+
 def test_a_report_of_another_declaration_proves_nothing(runs: Runs) -> None:
     spec = default_registry().load(BACKENDS, "cpu")
     changed = replace(spec, capabilities=tuple(replace(c, weights=(*c.weights, "x")) for c in spec.capabilities))
