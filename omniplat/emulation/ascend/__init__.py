@@ -9,7 +9,6 @@ from omniplat.emulation.ascend.matmul import dual_level_quant_matmul, quant_matm
 from omniplat.emulation.ascend.mx import dynamic_dual_level_mx_quant, dynamic_mx_quant
 from omniplat.emulation.ascend.quantize import (
     convert_weight_to_int4pack,
-    dtype_cast,
     dynamic_block_quant,
     dynamic_quant,
     kronecker_quant,
@@ -23,7 +22,6 @@ from omniplat.emulation.core import Vendor
 OPERATORS: Mapping[str, Callable[..., Any]] = {
     "npu::get_npu_format": get_npu_format,
     "npu::npu_format_cast": format_cast,
-    "npu::npu_dtype_cast": dtype_cast,
     "npu::npu_convert_weight_to_int4pack": convert_weight_to_int4pack,
     "npu::npu_trans_quant_param": trans_quant_param,
     "npu::npu_quantize": quantize,

@@ -12,7 +12,7 @@ from omniplat.emulation.ascend.dtypes import FP4, INT4, element
 from omniplat.emulation.ascend.layout import copy_format
 from omniplat.emulation.ascend.mx import fp4_codes, split_last
 from omniplat.emulation.core import Emulation
-from omniplat.emulation.microscaling import e2m1_values, pack_nibbles
+from omniplat.emulation.microscaling import e2m1_values
 
 #: Bits of a scale that the fixed-point dequantization unit keeps: the lowest 13 of an f32 are dropped.
 SCALE_MASK = 0xFFFFE000 - (1 << 32)
@@ -230,17 +230,3 @@ def convert_weight_to_int4pack(emulation: Emulation, weight: torch.Tensor, inner
     low, high = (int(v) for v in torch.aminmax(weight)) if weight.numel() else (0, 0)
     emulation.require(op, low >= -8 and high <= 7, f"values from {low} to {high} are no int4")
     return copy_format(weight, pack_int4(weight))
-
-
-def dtype_cast(emulation: Emulation, input: torch.Tensor, dtype: int, input_dtype: int | None = None) -> torch.Tensor:
-    """npu_dtype_cast; to fp4 the result is packed, uint8 with half the last axis."""
-    op = "npu_dtype_cast"
-    fmt = element(emulation, op, dtype, torch.int8)
-    if input_dtype is not None:
-        raise NotImplementedError(f"{op}: input_dtype is not emulated")
-    if fmt == FP4:
-        emulation.require(op, emulation.arch == "a5", "fp4 is for a5")
-        return pack_nibbles(fp4_codes(input.to(torch.float32), "rint"))
-    emulation.require(op, isinstance(fmt, torch.dtype), f"dtype {dtype} is not possible")
-    assert isinstance(fmt, torch.dtype)
-    return input.to(fmt)

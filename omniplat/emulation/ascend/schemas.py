@@ -22,9 +22,6 @@ SCHEMAS: tuple[OpSchema, ...] = (
         "npu_format_cast(Tensor input, int acl_format, *, int? customize_dtype=None, int? input_dtype=None) -> Tensor",
     ),
     _npu(
-        "npu_dtype_cast(Tensor input, int dtype, int? input_dtype=None) -> Tensor",
-    ),
-    _npu(
         "npu_convert_weight_to_int4pack(Tensor weight, int inner_k_tiles=0) -> Tensor",
     ),
     _npu(

@@ -135,6 +135,22 @@ def per_1x32_f4_quant_hip() -> Arguments:
     return {"x": torch.ones(M, K, dtype=BF16), "shuffle": True}
 
 
+def per_1x32_mx_quant_hip() -> Arguments:
+    return per_1x32_f4_quant_hip()
+
+
+def get_hip_quant() -> Arguments:
+    return {"qType": import_module("aiter").QuantType.per_1x32}
+
+
+def dynamic_mxfp4_quant() -> Arguments:
+    return {"x": torch.ones(M, K, dtype=BF16)}
+
+
+def e8m0_shuffle() -> Arguments:
+    return {"scale": some_bytes(N, K // 32)}
+
+
 def shuffle_weight() -> Arguments:
     return {"x": some_bytes(N, K)}
 
@@ -142,11 +158,13 @@ def shuffle_weight() -> Arguments:
 PATHS = {
     "gemm_afp4wfp4": "aiter.ops.triton.gemm_afp4wfp4", "gemm_a8wfp4": "aiter.ops.triton.gemm_a8wfp4",
     "fused_moe": "aiter.fused_moe", "fused_moe_mxfp8": "aiter.fused_moe", "shuffle_weight": "aiter.ops.shuffle",
+    "dynamic_mxfp4_quant": "aiter.ops.triton.quant", "e8m0_shuffle": "aiter.utility.fp4_utils",
     "shuffle_weight_a16w4": "aiter.ops.shuffle", "shuffle_scale_a16w4": "aiter.ops.shuffle",
 }  # fmt: skip
 FUNCTIONS = (
     gemm_a4w4, gemm_afp4wfp4, gemm_a8wfp4, gemm_a8w8, gemm_a8w8_bpreshuffle, gemm_a8w8_blockscale, fused_moe,
-    fused_moe_mxfp8, per_1x32_f4_quant_hip, shuffle_weight, shuffle_weight_a16w4, shuffle_scale_a16w4,
+    fused_moe_mxfp8, get_hip_quant, per_1x32_f4_quant_hip, per_1x32_mx_quant_hip, dynamic_mxfp4_quant, e8m0_shuffle,
+    shuffle_weight, shuffle_weight_a16w4, shuffle_scale_a16w4,
 )  # fmt: skip
 
 
@@ -221,9 +239,22 @@ REFUSED: tuple[tuple[Callable[[], Arguments], str, Callable[[], Arguments], str]
     }, "multiple of 256"),
     (fused_moe, "mask of another count", lambda: {"expert_mask": torch.ones(3, dtype=I32)}, "expert_mask"),
     (fused_moe, "bias in bf16", lambda: {"bias1": torch.ones(E, 2 * INNER, dtype=BF16)}, "fp32"),
-    (per_1x32_f4_quant_hip, "three dimensions", lambda: {"x": torch.ones(1, M, K, dtype=BF16)}, "two dimensions"),
-    (per_1x32_f4_quant_hip, "f32", lambda: {"x": torch.ones(M, K)}, "not implemented"),
-    (per_1x32_f4_quant_hip, "K of 48", lambda: {"x": torch.ones(M, 48, dtype=BF16)}, "divisible by 32"),
+    *(
+        (make, what, changed, problem)
+        for make in (per_1x32_f4_quant_hip, per_1x32_mx_quant_hip)
+        for what, changed, problem in (
+            ("three dimensions", lambda: {"x": torch.ones(1, M, K, dtype=BF16)}, "two dimensions"),
+            ("f32", lambda: {"x": torch.ones(M, K)}, "not implemented"),
+            ("K of 48", lambda: {"x": torch.ones(M, 48, dtype=BF16)}, "divisible by 32"),
+            ("a scale", lambda: {"scale": torch.ones(1)}, "static"),
+            ("fp8", lambda: {"quant_dtype": FP8}, "unsupported quant_dtype"),
+        )
+    ),
+    (get_hip_quant, "per token", lambda: {"qType": import_module("aiter").QuantType.per_Token}, "not emulated"),
+    (dynamic_mxfp4_quant, "three dimensions", lambda: {"x": torch.ones(1, M, K, dtype=BF16)}, "unpack"),
+    (dynamic_mxfp4_quant, "K of 62", lambda: {"x": torch.ones(M, 62, dtype=BF16)}, "% 2 == 0"),
+    (e8m0_shuffle, "one dimension", lambda: {"scale": some_bytes(8)}, "2D"),
+    (e8m0_shuffle, "f32 scales", lambda: {"scale": torch.ones(8, 8)}, "e8m0"),
     (shuffle_weight_a16w4, "8 rows of gate", lambda: {"src": some_bytes(E, 48, K)}, "invalid"),
     (shuffle_weight_a16w4, "32 bytes in a row", lambda: {"src": some_bytes(E, N, 32)}, "invalid"),
     (shuffle_weight_a16w4, "one expert", lambda: {"src": some_bytes(N, K)}, "unpack"),
@@ -248,8 +279,12 @@ def test_refused(
 
 
 @pytest.mark.parametrize(
-    "make", [gemm_a4w4, gemm_afp4wfp4, gemm_a8wfp4, fused_moe, fused_moe_mxfp8, per_1x32_f4_quant_hip]
-)
+    "make",
+    [
+        gemm_a4w4, gemm_afp4wfp4, gemm_a8wfp4, fused_moe, fused_moe_mxfp8, per_1x32_f4_quant_hip, per_1x32_mx_quant_hip,
+        dynamic_mxfp4_quant,
+    ],
+)  # fmt: skip
 def test_gfx942_has_no_fp4(gfx942: Emulation, make: Callable[[], Arguments]) -> None:
     with pytest.raises(RuntimeError):
         call(make)
@@ -275,6 +310,7 @@ RECORDED: tuple[tuple[Callable[[], Arguments], str, Callable[[], Arguments]], ..
         "B_scale": scales(N, 4),
     }),
     (gemm_a4w4, "rows-not-32", lambda: {"B": tiles(48, K // 2).view(FP4), "B_scale": scales(48, K // 32)}),
+    (dynamic_mxfp4_quant, "mode-ignored", lambda: {"scaling_mode": "ceil"}),
     (gemm_afp4wfp4, "scale-shape", lambda: {"w_scales": some_bytes(K // 32, N)}),
     (gemm_a8w8, "scale-shape", lambda: {"x_scale": torch.ones(1, 1)}),
     (gemm_a8w8, "scale-shape", lambda: {"w_scale": torch.ones(2, 2 * N)[:, ::2]}),
@@ -365,3 +401,8 @@ def test_the_backend_takes_every_release_that_is_emulated() -> None:
 def test_unknown_arguments_are_refused(gfx950: Emulation, make: Callable[[], Arguments]) -> None:
     with pytest.raises(TypeError, match="weight_shuffled"):
         call(make, weight_shuffled=True)
+
+
+def test_every_function_has_wrong_calls() -> None:
+    tables = {make.__name__.removesuffix("_mxfp8") for make, *_ in REFUSED}
+    assert tables == {schema.name for schema in VENDOR.functions}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from omniplat.emulation import Emulation, emulate
+from omniplat.emulation.xpu import VENDOR
 
 FP8, FP4, E8M0 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2, torch.float8_e8m0fnu
 BF16, F16, F32, U8, I32 = torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int32
@@ -102,6 +103,14 @@ def silu_and_mul() -> Arguments:
     return {"result": torch.empty(M, K, dtype=BF16), "input": torch.ones(M, 2 * K, dtype=BF16)}
 
 
+def gelu_and_mul() -> Arguments:
+    return {"out": torch.empty(M, K, dtype=BF16), "input": torch.ones(M, 2 * K, dtype=BF16)}
+
+
+def gelu_tanh_and_mul() -> Arguments:
+    return gelu_and_mul()
+
+
 def per_token_group_fp8_quant() -> Arguments:
     return {
         "input": torch.ones(M, K, dtype=BF16), "output_q": torch.empty(M, K, dtype=FP8),
@@ -134,9 +143,9 @@ def dynamic_per_token_scaled_fp8_quant() -> Arguments:
 OPERATORS: tuple[tuple[str, Callable[[], Arguments]], ...] = (
     ("_xpu_C", fp8_gemm), ("_xpu_C", fp8_gemm_w8a16), ("_xpu_C", fp4_gemm), ("_xpu_C", int4_gemm_w4a16),
     ("_xpu_C", int4_gemm_w4a8), ("_xpu_C", cutlass_grouped_gemm_interface), ("_moe_C", remap_hidden_states),
-    ("_moe_C", moe_gather), ("_C", silu_and_mul), ("_C", per_token_group_fp8_quant),
-    ("_C", per_token_group_quant_mxfp4), ("_C", static_scaled_fp8_quant), ("_C", dynamic_scaled_fp8_quant),
-    ("_C", dynamic_per_token_scaled_fp8_quant),
+    ("_moe_C", moe_gather), ("_C", silu_and_mul), ("_C", gelu_and_mul), ("_C", gelu_tanh_and_mul),
+    ("_C", per_token_group_fp8_quant), ("_C", per_token_group_quant_mxfp4), ("_C", static_scaled_fp8_quant),
+    ("_C", dynamic_scaled_fp8_quant), ("_C", dynamic_per_token_scaled_fp8_quant),
 )  # fmt: skip
 LIBRARIES = {function.__name__: library for library, function in OPERATORS}
 
@@ -151,6 +160,17 @@ def test_the_right_call_is_right(bmg: Emulation, make: Callable[[], Arguments]) 
     assert not bmg.violations
 
 
+#: The gated activations, and what each calls its output.
+GATED = ((silu_and_mul, "result"), (gelu_and_mul, "out"), (gelu_tanh_and_mul, "out"))
+WRONG_GATED = tuple(
+    (make, what, changed, problem)
+    for make, output in GATED
+    for what, changed, problem in (
+        ("output as wide as the input", {output: torch.empty(M, 2 * K, dtype=BF16)}, "result is"),
+        ("output in f32", {output: torch.empty(M, K)}, "result is written as"),
+        ("integers", {"input": torch.ones(M, 2 * K, dtype=I32)}, "not implemented"),
+    )
+)
 #: operator, what is wrong, the changed arguments, part of the refusal
 REFUSED: tuple[tuple[Callable[[], Arguments], str, Arguments, str], ...] = (
     (fp8_gemm, "16-bit input", {"A": torch.ones(M, K, dtype=BF16)}, "must be f8"),
@@ -214,7 +234,7 @@ REFUSED: tuple[tuple[Callable[[], Arguments], str, Arguments, str], ...] = (
     }, "ElemsPerItem"),
     (moe_gather, "weights in bf16", {"topk_weights": torch.ones(M, 2, dtype=BF16)}, "float32"),
     (moe_gather, "three choices", {"topk_weights": torch.ones(M, 3)}, "TOPK"),
-    (silu_and_mul, "output as wide as the input", {"result": torch.empty(M, 2 * K, dtype=BF16)}, "result is"),
+    *WRONG_GATED,
     (per_token_group_fp8_quant, "a view", {"input": torch.ones(K, M, dtype=BF16).t()}, "contiguous"),
     (per_token_group_fp8_quant, "scales in three dimensions", {"output_s": torch.empty(1, M, K // 32)}, "2-D"),
     (per_token_group_fp8_quant, "scales in e8m0", {"output_s": e8m0(M, K // 32)}, "Float"),
@@ -274,7 +294,7 @@ RECORDED: tuple[tuple[Callable[[], Arguments], str, Arguments], ...] = (
     (remap_hidden_states, "id-out-of-range", {"topk_ids": torch.full((M, 2), 3, dtype=I32)}),
     (remap_hidden_states, "strides-ignored", {"hidden_states": torch.ones(K, M, dtype=BF16).t()}),
     (moe_gather, "strides-ignored", {"topk_weights": torch.ones(2, M).t()}),
-    (silu_and_mul, "strides-ignored", {"input": torch.ones(2 * K, M, dtype=BF16).t()}),
+    *((make, "strides-ignored", {"input": torch.ones(2 * K, M, dtype=BF16).t()}) for make, _ in GATED),
     (per_token_group_fp8_quant, "limits-ignored", {"fp8_max": 240.0}),
     (per_token_group_fp8_quant, "nan-becomes-largest", {"input": torch.full((M, K), torch.nan)}),
     (dynamic_per_token_scaled_fp8_quant, "scale-shape", {"scale": torch.empty(1)}),
@@ -304,3 +324,10 @@ def test_arguments_are_those_of_the_schema(bmg: Emulation, make: Callable[[], Ar
 def test_architectures_without_the_grouped_product() -> None:
     with emulate("xpu:acm"), pytest.raises(RuntimeError, match="is for bmg, lnl, pvc"):
         call(cutlass_grouped_gemm_interface)
+
+
+def test_every_operator_has_wrong_calls() -> None:
+    """Functions of auto-round-lib have theirs beside this file."""
+    tables = {make.__name__ for table in (REFUSED, RECORDED) for make, *_ in table}
+    assert tables == {name.partition("::")[2] for name in VENDOR.operators}
+    assert {make.__name__ for make, *_ in REFUSED} == tables
