@@ -49,7 +49,8 @@ def choose_online(method: Method, layers: EngineLayers) -> OnlineChoice:
     for entry in method.ignored_layers:
         prefix = f"{component}." if component else ""
         hits = ignored_by(entry.removeprefix(prefix), names, layers.family.parts_of)
-        if not hits:
+        # What runs as no layer, such as experts in a layout that is not known, has tensors all the same.
+        if not hits and not ignored_by(entry.removeprefix(prefix), layers.component.tensors):
             raise UsageError(f"ignored_layers: {entry!r} names no layer of the checkpoint")
         kept |= dict.fromkeys(hits, f"ignored_layers[{entry!r}]")
     if method.leading_blocks and not any(block_of(name) for name in names):

@@ -26,7 +26,7 @@ from omniplat.integrations.vllm_config import OmniplatConfig
 from omniplat.integrations.vllm_names import EngineLayers
 from omniplat.integrations.vllm_plan import plan_for_engine
 from omniplat.integrations.vllm_probe import ModelSurface, gap
-from omniplat.online import METHODS, parse_method
+from omniplat.online import METHODS, ignored_by, parse_method
 from omniplat.planner import Planned, PlannedLayer
 from omniplat.runtime.kernel import Workspaces
 
@@ -34,6 +34,12 @@ logger = init_logger(LOGGER)
 
 #: What engines call a dialect that has another name here.
 _DIALECTS = {"ascend": "msmodelslim"}
+
+#: Options, and keys of the dialects' metadata, that list what is not quantized.
+_EXCLUDING = (
+    *("ignored_layers", "modules_to_not_convert", "ignore", "exclude", "exclude_modules", "skip_modules"),
+    "llm_int8_skip_modules",
+)
 
 
 class OmniplatDiffusionConfig(OmniplatConfig):
@@ -54,6 +60,9 @@ class OmniplatDiffusionConfig(OmniplatConfig):
         self._mode = mode
         self._components: dict[str, EngineLayers] = {}
         self._online: dict[str, OnlineChoice] = {}
+        self._others: tuple[str, ...] = ()
+        #: Components of which a linear layer or experts were found by their name.
+        self._named: set[str] = set()
         self._own_linears = self._own_experts = True
 
     def get_name(self) -> str:
@@ -112,6 +121,7 @@ class OmniplatDiffusionConfig(OmniplatConfig):
                 f"{model_name} is not quantized and {self._method} quantizes nothing; known: {', '.join(METHODS)}"
             )
         self._components = {name: EngineLayers(planned, name, "vllm") for name in chosen}
+        self._others = tuple(item.component.name for item in planned.resolutions if item.component.name not in chosen)
         self._rename()
         for name, layers in self._components.items():
             # Beside quantized parts, what is not stays as it is where the name stands for what is stored.
@@ -123,20 +133,38 @@ class OmniplatDiffusionConfig(OmniplatConfig):
             self._leave_to_native()
 
     def get_quant_method(self, layer: Module, prefix: str) -> QuantizeMethodBase | None:
-        """As `OmniplatConfig`. A module that has no name in the checkpoint stays as it is where a method is applied."""
+        """As `OmniplatConfig`. A linear layer that has no name in the checkpoint stays as it is where a method is
+        applied to others. Raises UsageError for experts that would stay so though nothing says that they are to."""
         if not self._components:
             self._find_checkpoint()
         is_linear, is_experts = isinstance(layer, LinearBase), isinstance(layer, RoutedExperts)
         is_own = (is_linear and self._own_linears) or (is_experts and self._own_experts)
         if not is_own:
-            return self._native_method(layer, prefix)
+            method = self._native_method(layer, prefix)
+            if is_experts and method is None and self._own_linears:
+                self._require_known_experts(prefix)
+            return method
         component, name = self._locate(prefix)
         layers, online = self._components[component], self._online.get(component)
+        if is_experts and layers.experts(name) is None:
+            self._require_known_experts(prefix)
+            return None
         if online is not None and not layers.signature(name):
             logger.warning_once("%s has no name in the checkpoint: it is not quantized", prefix)
-            return UnquantizedLinearMethod() if is_linear else None
+            return UnnamedLinearMethod(self, component, prefix)
+        self._named.add(component)
         assert self._workspaces is not None
         return method_for(layer, name, layers, self._workspaces, self._native, online)
+
+    def require_named_layers(self, component: str, prefix: str) -> None:
+        """Raises UsageError where no layer that was built has its name in the component, as `prefix` has none: the
+        method would quantize nothing."""
+        if component not in self._named:
+            stored = next((item.layer.name for item in self._components[component].planned_layers), "no layer")
+            raise UsageError(
+                f"{self._method} quantizes nothing of {component or 'the model'}: none of its layers has the name of "
+                f"one in the checkpoint, where {stored} is and {prefix} is not"
+            )
 
     def __getattr__(self, name: str) -> Any:
         """What only vllm-omni's own config has, such as options for some steps of a pipeline, which models read."""
@@ -203,6 +231,36 @@ class OmniplatDiffusionConfig(OmniplatConfig):
             )
         return next(iter(known or found)), prefix
 
+    def _require_known_experts(self, prefix: str) -> None:
+        """Raises UsageError for experts that the plan does not have, and that nothing says are to stay."""
+        if prefix.startswith(tuple(f"{name}." for name in self._others if name)):
+            return
+        component, name = self._locate(prefix)
+        layers = self._components[component]
+        if layers.experts(name) is not None or self._is_excluded(name, layers, self._online.get(component)):
+            return
+        raise UsageError(
+            f"{prefix}: no experts of this name are recognised in the checkpoint: they would stay unquantized beside "
+            f"the linear layers of {self._method}. To have that, name them in ignored_layers"
+        )
+
+    def _is_excluded(self, name: str, layers: EngineLayers, online: OnlineChoice | None) -> bool:
+        """Whether experts without a name in the plan are to stay: an entry of the metadata or the options names them,
+        or all experts that the plan has stay."""
+        metadata = layers.component.config.get("quantization_config")
+        lists = [
+            fields.get(key)
+            for fields in (self._options, metadata if isinstance(metadata, Mapping) else {})
+            for key in _EXCLUDING
+        ]
+        entries = [entry for found in lists if isinstance(found, (list, tuple)) for entry in found]
+        prefix = f"{layers.component.name}." if layers.component.name else ""
+        if any(ignored_by(str(entry).removeprefix(prefix), [name], layers.family.parts_of) for entry in entries):
+            return True
+        experts = [item for item in layers.planned_layers if item.layer.op == "moe"]
+        stay = (item.layer.status == "unquantized" and not (online and online.takes(item)) for item in experts)
+        return bool(experts) and all(stay)
+
     # -- the engine's own path ----------------------------------------------------------------------------------
 
     def _update_native(self, model_name: str) -> None:
@@ -242,3 +300,16 @@ class OmniplatDiffusionConfig(OmniplatConfig):
 
 def _quantized(item: PlannedLayer, choice: OnlineChoice) -> PlannedLayer:
     return PlannedLayer(item.layer, as_quantized(item.packed, choice.scheme), item.capability)
+
+
+class UnnamedLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
+    """A linear layer that a method leaves as it is because the checkpoint has none of its name. Once all layers are
+    built, it raises UsageError where that holds for all of them."""
+
+    def __init__(self, config: OmniplatDiffusionConfig, component: str, prefix: str) -> None:
+        super().__init__()
+        self._config, self._component, self._prefix = config, component, prefix
+
+    def process_weights_after_loading(self, layer: Module) -> None:
+        self._config.require_named_layers(self._component, self._prefix)
+        super().process_weights_after_loading(layer)

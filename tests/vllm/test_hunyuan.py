@@ -87,7 +87,7 @@ def test_experts_are_quantized_while_they_load(one_rank: None, default_bf16: Non
     methods = methods_of(model)
     assert methods["layers.0.mlp.experts.routed_experts"] == "OmniplatOnlineMoEMethod"
     assert methods["layers.0.self_attn.qkv_proj"] == "OmniplatOnlineLinearMethod"
-    assert methods["layers.0.mlp.gate"] == "UnquantizedLinearMethod"
+    assert methods["layers.0.mlp.gate"] == "UnnamedLinearMethod"
 
     member = getattr(model.layers[0].mlp.experts.routed_experts, MEMBER)
     moe = member.spec.moe
