@@ -16,6 +16,7 @@ from vllm_omni.quantization.inc_config import OmniINCConfig
 
 from omniplat.errors import UsageError
 from omniplat.integrations.vllm_omni import _ALIASES, _ONLINE, _STORED, MethodBuilder
+from omniplat.integrations.vllm_omni_components import component_config
 from omniplat.integrations.vllm_omni_config import OmniplatDiffusionConfig
 from tests.vllm.engine import engine
 
@@ -133,3 +134,28 @@ def test_a_method_that_finds_no_layer_is_an_error_once_all_are_built(mode: str, 
         layer.quant_method.process_weights_after_loading(layer)
     linear(config, LINEAR)
     layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("method", ["mxfp8", None])
+@pytest.mark.parametrize("name", ["transfomer", "Transformer", "transformer_3", "transformer.block", "blocks.1"])
+def test_components_that_the_pipeline_does_not_have_are_refused(name: str, method: str | None, tmp_path: Path) -> None:
+    checkpoint = write(tmp_path / "pipeline", EXPERTS[UNKNOWN[0]], None)
+    with pytest.raises(UsageError, match=f"'{name}' is not in this pipeline, which has transformer"):
+        component_config({name: method, "default": "mxfp8"}).maybe_update_config(str(checkpoint))
+
+
+@pytest.mark.parametrize("name", ["transformer", "transformer.blocks.0", "blocks", "attn", "transformer_2", "default"])
+def test_components_that_are_there_or_may_be(
+    name: str, tmp_path: Path, current: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below a component, in the model's own names, and one that other pipelines have, of which is said that it is not
+    here."""
+    said: list[str] = []
+    monkeypatch.setattr(
+        "omniplat.integrations.vllm_omni_components.logger.warning_once", lambda text, *of: said.append(text % of)
+    )
+    checkpoint = write(tmp_path / "pipeline", EXPERTS[UNKNOWN[0]], None)
+    config = component_config({name: None})
+    config.maybe_update_config(str(checkpoint))
+    absent = "components: transformer_2 is not in this pipeline, which has transformer"
+    assert said == ([absent] if name == "transformer_2" else [])
