@@ -49,10 +49,11 @@ def _print(report: VllmInfo, console: Console) -> None:
 
 def _verdict(report: CheckpointReport) -> list[str]:
     lines = [f"{report.checkpoint}: run by {report.runs}"]
+    engine = "vLLM" if report.engine == "vllm" else report.engine
     if report.engine_method:
-        lines.append(f"  vLLM's own method: {report.engine_method}")
+        lines.append(f"  {engine}'s own method: {report.engine_method}")
     if report.engine_problem:
-        lines.append(f"  vLLM does not run it: {report.engine_problem}")
+        lines.append(f"  {engine} does not run it: {report.engine_problem}")
     if report.problem:
         lines.append(f"  omniplat does not run it: {report.problem}")
     return lines

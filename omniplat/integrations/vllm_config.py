@@ -110,6 +110,16 @@ class OmniplatConfig(QuantizationConfig):  # type: ignore[misc]
         """vLLM's attention asks: what the metadata says of the cache, where it is one of compressed-tensors'."""
         return getattr(self._native, "kv_cache_scheme", None)
 
+    @property
+    def native(self) -> QuantizationConfig | None:
+        """The engine's own config for the same metadata; None where it has none, which `native_problem` explains."""
+        return self._native
+
+    @property
+    def native_problem(self) -> str:
+        """The engine's error; "" where it has a config, or knows no such method."""
+        return self._native_problem
+
     # -- names --------------------------------------------------------------------------------------------------
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:

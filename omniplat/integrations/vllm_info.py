@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packaging.specifiers import SpecifierSet
 
 from omniplat.errors import BackendNotInstalledError, OmniplatError, UsageError
 from omniplat.integrations.dispatch import CPU_VARIABLE, OFF, dispatch_mode
+
+if TYPE_CHECKING:
+    from omniplat.integrations.vllm_claim import Verdict
 
 #: Packages of engines, and the versions in which `tests/vllm` holds.
 KNOWN: Mapping[str, str] = {"vllm": "==0.30.*", "vllm_omni": "==0.30.*"}
@@ -50,13 +54,15 @@ class HookReport:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReport:
-    """Who runs a checkpoint, and why the other does not: `engine_problem` and `problem` are "" where they do."""
+    """Who runs a checkpoint, and why the other does not: `engine_problem` and `problem` are "" where they do. `engine`
+    is the one that it is for: vllm, or vllm-omni for diffusion models."""
 
     checkpoint: str
     runs: str
     engine_method: str = ""
     engine_problem: str = ""
     problem: str = ""
+    engine: str = "vllm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +79,12 @@ def collect_vllm_info(checkpoint: str | None = None, environ: Mapping[str, str] 
     """Look at this environment; imports vLLM only to ask about a checkpoint.
 
     Raises UsageError for an unknown OMNIPLAT_DISPATCH, and for a checkpoint BackendNotInstalledError without vLLM and
-    UsageError where it has no metadata.
+    UsageError where it has no metadata or neither engine can read it.
     """
     environ = os.environ if environ is None else environ
     mode = dispatch_mode(environ)
     engines = tuple(_engine(package) for package in KNOWN)
-    report = _judge(checkpoint, mode, engines[0]) if checkpoint is not None else None
+    report = _judge(checkpoint, mode, *engines) if checkpoint is not None else None
     return VllmInfo(mode, engines, tuple(_hooks(mode, environ)), report)
 
 
@@ -121,16 +127,20 @@ def _takes_builders() -> bool:
     return not factory.is_file() or "def register_quantization_override" in factory.read_text(encoding="utf-8")
 
 
-def _judge(checkpoint: str, mode: str, engine: EngineReport) -> CheckpointReport:
+def _judge(checkpoint: str, mode: str, engine: EngineReport, omni: EngineReport) -> CheckpointReport:
+    """By vLLM where it reads the checkpoint's configuration, else by vllm-omni, whose models it does not know."""
     if not engine.version:
         raise BackendNotInstalledError("vllm", "vllm", 'pip install "omniplat[vllm]"', kind="engine")
-    if mode == OFF:
-        return CheckpointReport(checkpoint, "vllm")
     from vllm.transformers_utils.config import get_config
 
+    try:
+        config = get_config(checkpoint, trust_remote_code=False)
+    except Exception as error:  # of transformers, the Hub or vLLM: whatever it is, vLLM does not start with it
+        return _judge_diffusion(checkpoint, mode, omni, f"{type(error).__name__}: {error}".splitlines()[0])
+    if mode == OFF:
+        return CheckpointReport(checkpoint, "vllm")
     from omniplat.integrations.vllm_claim import judge
 
-    config = get_config(checkpoint, trust_remote_code=False)
     metadata = getattr(config, "quantization_config", None)
     if metadata is None:
         raise UsageError(f"{checkpoint} has no quantization_config: vLLM takes it for unquantized")
@@ -138,6 +148,29 @@ def _judge(checkpoint: str, mode: str, engine: EngineReport) -> CheckpointReport
         verdict = judge(checkpoint, dict(metadata), config, mode)
     except OmniplatError as error:
         return CheckpointReport(checkpoint, "vllm", problem=error.message)
+    return _report(checkpoint, "vllm", verdict)
+
+
+def _judge_diffusion(checkpoint: str, mode: str, omni: EngineReport, why_not_vllm: str) -> CheckpointReport:
+    """Raises UsageError for what vllm-omni has no model for either."""
+    if not omni.version:
+        raise UsageError(f"vLLM does not read {checkpoint}, and vllm-omni is not installed. vLLM says: {why_not_vllm}")
+    from omniplat.integrations.vllm_omni_claim import judge_diffusion
+
+    try:
+        verdict = judge_diffusion(checkpoint, mode)
+    except OmniplatError as error:
+        raise UsageError(f"{error.message}; vLLM says: {why_not_vllm}") from error
+    return _report(checkpoint, "vllm-omni", verdict)
+
+
+def _report(checkpoint: str, engine: str, verdict: Verdict) -> CheckpointReport:
     ours = "nobody" if verdict.problem else "omniplat"
-    runs = ours if verdict.claimed else "vllm"
-    return CheckpointReport(checkpoint, runs, verdict.native_method, verdict.native_problem, verdict.problem)
+    return CheckpointReport(
+        checkpoint,
+        ours if verdict.claimed else engine,
+        verdict.native_method,
+        verdict.native_problem,
+        verdict.problem,
+        engine,
+    )
