@@ -163,3 +163,44 @@ def test_where_vllm_omni_takes_no_builders_that_is_said_and_nothing_raised() -> 
     assert report["changed"] == ["modelopt"]
     assert report["heavy"] == []
     assert (report["stock"], report["name"]) == (True, "modelopt")
+
+
+#: What a hook prints that fails in the way that `broken` makes it, and the platform that vllm-omni has then.
+_FAILING = """
+import json, logging, os
+lines = []
+handler = logging.Handler(logging.ERROR)
+handler.emit = lambda record: lines.append([record.getMessage(), str(record.exc_info and record.exc_info[1])])
+import vllm
+logging.getLogger("vllm.omniplat").addHandler(handler)
+{broken}
+import vllm_omni
+from vllm_omni.platforms import current_omni_platform
+from vllm_omni.quantization import factory
+builders = [name for name, item in factory._OVERRIDES.items() if "omniplat" in repr(item)]
+print(json.dumps({{"lines": lines, "platform": type(current_omni_platform).__name__, "builders": builders}}))
+"""
+
+
+def test_what_fails_while_registering_in_vllm_omni_is_logged() -> None:
+    """vllm-omni itself says nothing of it, and goes on."""
+    report = run(_FAILING.format(broken='os.environ["OMNIPLAT_DISPATCH"] = "some"'), None)
+    ((line, error),) = {tuple(entry) for entry in report["lines"] if "registered" in entry[0]}
+    assert line == "omniplat is not registered in vllm-omni"
+    assert error == "OMNIPLAT_DISPATCH='some' is none of gaps, all, off"
+    assert report["builders"] == []
+
+
+def test_what_fails_in_the_platform_for_cpus_is_logged() -> None:
+    broken = """
+os.environ["OMNIPLAT_VLLM_OMNI_CPU"] = "1"
+import torch
+def is_available():
+    raise RuntimeError("no driver")
+torch.accelerator.is_available = is_available
+"""
+    report = run(_FAILING.format(broken=broken), None)
+    assert set(map(tuple, report["lines"])) == {
+        ("omniplat's platform for CPUs is not active in vllm-omni", "no driver")
+    }
+    assert report["platform"] == "UnspecifiedOmniPlatform"
