@@ -49,11 +49,14 @@ class Emulation:
 
     `device` is what to plan for and load onto; tensors lie on the CPU. `version` is that of the vendor's library.
     `violations` grows by what calls would silently get wrong; the conformance suite asserts that it stays empty.
+    `laid_out` holds what functions that lay weights out have returned, as (layout, digest of the bytes): bytes survive
+    copies, views and state dicts, which attributes of a tensor do not.
     """
 
     device: Device
     version: Version
     violations: list[Violation] = field(default_factory=list)
+    laid_out: set[tuple[tuple[int, ...], bytes]] = field(default_factory=set, repr=False)
 
     @property
     def arch(self) -> str:

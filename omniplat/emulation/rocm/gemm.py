@@ -7,7 +7,12 @@ import torch
 
 from omniplat.emulation.core import Emulation, VendorError
 from omniplat.emulation.microscaling import e2m1_values, e8m0_values, scaled_groups, unpack_nibbles
-from omniplat.emulation.rocm.layouts import padded_scales, unshuffle_scale_bytes, unshuffle_weight_bytes
+from omniplat.emulation.rocm.layouts import (
+    note_unshuffled,
+    padded_scales,
+    unshuffle_scale_bytes,
+    unshuffle_weight_bytes,
+)
 from omniplat.emulation.rocm.quantizers import fp8_dtype
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -63,6 +68,7 @@ def gemm_a4w4(
     b = B.contiguous().view(torch.uint8)
     if bpreshuffle:
         emulation.require(op, features % 16 == 0 and half % 32 == 0, "a shuffled weight has whole tiles")
+        note_unshuffled(emulation, op, b)
         b = unshuffle_weight_bytes(b)
     left = scaled_groups(e2m1_values(unpack_nibbles(A.reshape(rows, half))), held[0])
     right = scaled_groups(e2m1_values(unpack_nibbles(b)), held[1])
@@ -183,6 +189,7 @@ def gemm_a8w8_bpreshuffle(
         f"Unsupported K for heuristic dispatch: {columns}. Supported K greater than 192 and K % 64 == 0.",
     )
     emulation.require(op, features % 16 == 0 and columns % 32 == 0, "a shuffled weight has whole tiles")
+    note_unshuffled(emulation, op, WQ)
     weight = unshuffle_weight_bytes(WQ.contiguous().view(torch.uint8)).view(WQ.dtype)
     y = _exact_product(XQ, weight) * _row_scales(emulation, op, w_scale, features)
     return (y * _row_scales(emulation, op, x_scale, rows).unsqueeze(1)).to(dtype)

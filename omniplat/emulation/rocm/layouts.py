@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 
 from omniplat.emulation.core import Emulation
@@ -72,7 +74,8 @@ def shuffle_weight(
     is_guinterleave: bool = False,
     gate_up: bool = False,
 ) -> torch.Tensor:
-    """A copy in tiles, marked by the attribute `is_shuffled`, which does not survive `.to`, `.view` or a Parameter."""
+    """A copy in tiles, marked by the attribute `is_shuffled`, which does not survive `.to`, `.view` or a Parameter; the
+    emulation remembers its bytes beside it."""
     op = "aiter.ops.shuffle.shuffle_weight"
     emulation.require(op, not use_int4 and not is_guinterleave, "only the plain layout is emulated")
     emulation.require(op, x.element_size() == 1, f"only elements of one byte are emulated, found {x.dtype}")
@@ -82,7 +85,18 @@ def shuffle_weight(
     emulation.require(op, x.is_contiguous(), "view size is not compatible with input tensor's size and stride")
     shuffled = shuffle_weight_bytes(x.view(torch.uint8), layout).view(x.dtype)
     shuffled.is_shuffled = True  # type: ignore[attr-defined]
+    emulation.laid_out.add((tuple(layout), _digest(shuffled)))
     return shuffled
+
+
+def note_unshuffled(emulation: Emulation, op: str, weight: torch.Tensor) -> None:
+    """Record a weight that `shuffle_weight` has not laid out in tiles of 16 x 16, which products read all the same."""
+    if ((16, 16), _digest(weight)) not in emulation.laid_out:
+        emulation.record(op, "weight-not-shuffled", f"a weight {list(weight.shape)} in no tiles is read in tiles")
+
+
+def _digest(x: torch.Tensor) -> bytes:
+    return hashlib.blake2b(x.detach().contiguous().view(torch.uint8).numpy().data, digest_size=16).digest()
 
 
 def shuffle_weight_a16w4(emulation: Emulation, src: torch.Tensor, NLane: int, gate_up: bool) -> torch.Tensor:

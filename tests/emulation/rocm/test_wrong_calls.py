@@ -11,6 +11,7 @@ import pytest
 import torch
 from omniplat_rocm.spec import SPEC
 from packaging.requirements import Requirement
+from safetensors.torch import load, save
 
 from omniplat.emulation import Emulation, emulate
 from omniplat.emulation.rocm import VENDOR
@@ -334,10 +335,55 @@ def test_recorded(
     assert rule in [violation.rule for violation in gfx950.violations]
 
 
-def test_an_unshuffled_weight_computes_something_else(gfx950: Emulation) -> None:
-    """Nothing notices: neither AITER nor its emulation. Results show it, which the conformance suite judges."""
-    right = call(gemm_a4w4)
-    assert not torch.equal(call(gemm_a4w4, B=some_bytes(N, K // 2).view(FP4)), right)
+#: product -> its weight's name, and a weight of the same values that is in no tiles
+UNSHUFFLED: tuple[tuple[Callable[[], Arguments], str, Callable[[], torch.Tensor]], ...] = (
+    (gemm_a4w4, "B", lambda: some_bytes(N, K // 2).view(FP4)),
+    (gemm_a8w8_bpreshuffle, "WQ", lambda: some_bytes(N, K).view(FP8)),
+)
+
+
+@pytest.mark.parametrize(("make", "name", "plain"), UNSHUFFLED, ids=[make.__name__ for make, _, _ in UNSHUFFLED])
+def test_an_unshuffled_weight_computes_something_else(
+    gfx950: Emulation, make: Callable[[], Arguments], name: str, plain: Callable[[], torch.Tensor]
+) -> None:
+    """AITER does not notice. Its emulation records it."""
+    right = call(make)
+    assert not gfx950.violations
+    assert not torch.equal(call(make, **{name: plain()}), right)
+    assert [violation.rule for violation in gfx950.violations] == ["weight-not-shuffled"]
+
+
+@pytest.mark.parametrize(("make", "name", "plain"), UNSHUFFLED, ids=[make.__name__ for make, _, _ in UNSHUFFLED])
+def test_tiles_of_another_size_are_no_tiles(
+    gfx950: Emulation, make: Callable[[], Arguments], name: str, plain: Callable[[], torch.Tensor]
+) -> None:
+    weight = function("aiter.ops.shuffle.shuffle_weight")(plain().view(U8), (32, 16))
+    call(make, **{name: weight.view(plain().dtype)})
+    assert [violation.rule for violation in gfx950.violations] == ["weight-not-shuffled"]
+
+
+#: What happens to a weight between its preparation and a product. Each loses the attribute that AITER sets.
+JOURNEYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "moved": lambda weight: weight.to("cpu", copy=True),
+    "viewed": lambda weight: weight.view(U8).view(-1).view(weight.shape).view(weight.dtype),
+    "parameter": lambda weight: torch.nn.Parameter(weight.view(U8), requires_grad=False).data.view(weight.dtype),
+    "saved and read": lambda weight: _saved_and_read(weight.view(U8)).view(weight.dtype),
+}
+
+
+def _saved_and_read(weight: torch.Tensor) -> torch.Tensor:
+    return load(save({"weight": weight.clone()}))["weight"]
+
+
+@pytest.mark.parametrize("journey", JOURNEYS.values(), ids=JOURNEYS)
+@pytest.mark.parametrize(("make", "name", "plain"), UNSHUFFLED, ids=[make.__name__ for make, _, _ in UNSHUFFLED])
+def test_tiles_are_known_after_a_copy(
+    gfx950: Emulation, make: Callable[[], Arguments], name: str, plain: Callable[[], torch.Tensor],
+    journey: Callable[[torch.Tensor], torch.Tensor],
+) -> None:  # fmt: skip
+    weight = journey(make()[name])
+    assert not hasattr(weight, "is_shuffled")
+    call(make, **{name: weight})
     assert not gfx950.violations
 
 
