@@ -55,6 +55,7 @@ _CODES: dict[str, tuple[str, str]] = {
     "model-advice": ("warning", "a known sensitivity of the model, with its source"),
     "device-default": ("note", "the cpu was chosen because no accelerator is usable here"),
     "faster-option": ("note", "what another preference would gain and cost"),
+    "kept-larger": ("note", "a layer is kept in more bytes than it is stored in, under either preference"),
     "known-quirk": ("note", "a vendor or version quirk of this path was worked around"),
 }
 DEFAULT_SEVERITY: dict[str, str] = {code: severity for code, (severity, _) in _CODES.items()}

@@ -308,15 +308,20 @@ class LayerPlanner:
             self._notes["activation-regrouped", message] += [module.name for module in layer.modules]
 
     def _note_growth(self, layer: PackedLayer, capability: Capability) -> None:
-        """A preference for memory that nothing here can follow."""
-        if capability.resident <= 1.0 or self._target.policy.prefer != "memory":
+        """A layer that is kept larger than it is stored: where memory is preferred, nothing here can follow that."""
+        kept = capability.kept(layer.spec.scheme.weight_id)
+        if kept <= 1.0:
             return
         form = f", as {capability.via}" if capability.via else ""
-        message = (
-            f"{self._target.device} has no kernel that runs {_ids(layer)} in the size it is stored in: "
-            f"{capability.name} keeps it in {capability.resident:.2g} times that{form}"
-        )
-        self._notes["known-quirk", message] += [module.name for module in layer.modules]
+        # Kernels that grow by little are chosen as if they did not: there may be another.
+        if self._target.policy.prefer == "memory" and capability.resident > 1.0:
+            message = (
+                f"{self._target.device} has no kernel that runs {_ids(layer)} in the size it is stored in: "
+                f"{capability.name} keeps it in {kept:.3g} times that{form}"
+            )
+        else:
+            message = f"{capability.name} keeps {_ids(layer)} in {kept:.3g} times the size it is stored in{form}"
+        self._notes["kept-larger", message] += [module.name for module in layer.modules]
 
     def _note_quirks(self, capability: Capability, modules: Sequence[ResolvedModule]) -> None:
         for quirk in self._target.spec.quirks:
