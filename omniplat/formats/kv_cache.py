@@ -40,13 +40,16 @@ _STRATEGIES = ("tensor", "attn_head")
 #: Projections that make a module an attention layer with a cache.
 _PROJECTIONS = r"k_proj|qkv_proj|kv_b_proj|kv_a_proj_with_mqa|query_key_value|W?qkv|wqkv|c_attn"
 _ATTENTION = re.compile(rf"(?P<layer>.+)\.(?:{_PROJECTIONS})\.(?:weight|weight_packed|qweight)")
-#: Scales of K, of V and of both, under all the names that producers give them.
+#: Scales of K, of V and of both, of Q and of the softmax, under all the names that producers give them.
 _SCALE = re.compile(
-    r"(?P<layer>.+?)(?:\.attn)?(?:\.\w*_proj)?\.(?P<which>k|v|kv)_scale"
-    r"|(?P<layer_of_proj>.+)\.(?P<proj>k|v)_proj\.kv_cache_scale"
-    r"|(?P<layer_of_output>.+)\.(?P<output>k|v|kv|qkv|kv_b)_proj\.output_scale"
-    r"|(?P<layer_of_cache>.+)\.(?P<cache>k|v)_cache\.scale"
+    r"(?P<layer>.+?)(?:\.attn)?(?:\.\w*_proj)?\.(?P<which>k|v|kv|q|prob)_scale"
+    r"|(?P<layer_of_proj>.+)\.(?P<proj>k|v|q)_proj\.kv_cache_scale"
+    r"|(?P<layer_of_output>.+)\.(?P<output>k|v|kv|q|qkv|kv_b)_proj\.output_scale"
+    r"|(?P<layer_of_softmax>.+)\.(?P<softmax>prob)_output_scale"
+    r"|(?P<layer_of_cache>.+)\.(?P<cache>k|v|q)_cache\.scale"
 )
+#: What is not kept in the cache: a layer needs no scale of these.
+_NOT_CACHED = frozenset({"q", "prob"})
 #: Encoders attend without a cache.
 _NO_CACHE = re.compile(r"(^|[._])(visual|vision|audio|image|encoder)([._]|$)")
 
@@ -57,7 +60,7 @@ def declares_kv_cache(fields: Fields) -> bool:
 
 
 def cache_scales(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of a component's tensors that are scales of the cache."""
+    """Those of a component's tensors that are scales of the cache, or of the attention that reads it."""
     return tuple(name for name in names if _SCALE.fullmatch(name) is not None)
 
 
@@ -191,8 +194,10 @@ def _layers(tensors: Iterable[TensorInfo]) -> tuple[set[str], set[str]]:
             if ".kv_" in info.name.removeprefix(match["layer"]):
                 compressed.add(match["layer"])
         elif (match := _SCALE.fullmatch(info.name)) is not None:
+            which = match["which"] or match["proj"] or match["output"] or match["softmax"] or match["cache"]
+            if which in _NOT_CACHED:
+                continue
             layer = match["layer"] or match["layer_of_proj"] or match["layer_of_output"] or match["layer_of_cache"]
-            which = match["which"] or match["proj"] or match["output"] or match["cache"]
             scales[layer].update(which.removeprefix("q").removesuffix("_b"))
     # MLA caches one latent vector: one scale is all it needs.
     scaled = {layer for layer, which in scales.items() if which >= {"k", "v"} or layer in compressed}

@@ -25,8 +25,13 @@ def attention_method(
     scales = layers.cache_scales
     mapper = (native or QuantizationConfig).get_cache_scale_mapper()
     for name in scales:
-        if not all(mapped.endswith(_PARAMETERS) for mapped in mapper.apply_list([name])):
+        if not all(_is_parameter(mapped) for mapped in mapper.apply_list([name])):
             raise InvalidCheckpointError("vLLM does not take this scale of the KV cache by its name", key=name)
     if not scales or isinstance(method, BaseKVCacheMethod):
         return method
     return BaseKVCacheMethod(native)
+
+
+def _is_parameter(name: str) -> bool:
+    """Whether vLLM's name for a scale is one of an attention's: of a projection's, it only moves the end."""
+    return name.endswith(_PARAMETERS) and "_proj." not in name

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from omniplat.formats.kv_cache import cache_scales
 from omniplat.formats.resolve import Resolution
 from tests.support.checkpoints import bf16, fp8_channel
 from tests.support.resolving import codes, only, resolve, schemes
@@ -59,6 +60,18 @@ def test_every_name_of_a_scale_is_found(tmp_path: Path, names: tuple[str, ...]) 
     assert problem.modules == (LAYERS[1],)
     assert "1 of 2 attention layers" in problem.message
     assert "scale 1.0" in problem.message
+
+
+@pytest.mark.parametrize(
+    "name", ["q_scale", "attn.q_scale", "q_proj.q_scale", "q_proj.output_scale", "q_cache.scale", "prob_output_scale"]
+)
+def test_scales_of_what_is_not_cached(tmp_path: Path, name: str) -> None:
+    """They are the attention's, and a cache is none the better for them."""
+    assert cache_scales([f"{LAYERS[0]}.{name}", f"{LAYERS[0]}.q_proj.weight_scale"]) == (f"{LAYERS[0]}.{name}",)
+    complete = attention(*LAYERS) | scales(LAYERS[0], ("kv_scale",)) | scales(LAYERS[1], ("kv_scale",))
+    assert codes(read(tmp_path / "all", STATIC, complete | scales(LAYERS[0], (name,)))) == []
+    alone = attention(*LAYERS) | scales(LAYERS[0], (name,))
+    assert "0 of 2 attention layers" in only(read(tmp_path / "none", STATIC, alone), "missing-tensor").message
 
 
 @pytest.mark.parametrize("scheme", [STATIC, {"num_bits": 8, "type": "float"}, "FP8", "fp8_e4m3"])

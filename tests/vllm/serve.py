@@ -38,7 +38,7 @@ class Request:
 @dataclass(frozen=True)
 class Answer:
     """`tokens` follow `PROMPT`; `logprobs` are those of all tokens, one row for each of them. `methods` are the names
-    of classes by module, `caches` the type of the cache and the scales of K and V by attention. Where it failed,
+    of classes by module, `caches` the type of the cache and the scales of K, V and Q by attention. Where it failed,
     `error` is a traceback and the rest is empty."""
 
     key: str
@@ -126,9 +126,9 @@ def _methods(model: Any) -> dict[str, str]:
     return {name: type(method).__name__ for name, method in named if method is not None}
 
 
-def _caches(model: Any) -> dict[str, tuple[str, float, float]]:
+def _caches(model: Any) -> dict[str, tuple[str, float, float, float]]:
     return {
-        name: (str(module.kv_cache_dtype), float(module._k_scale), float(module._v_scale))
+        name: (str(module.kv_cache_dtype), float(module._k_scale), float(module._v_scale), float(module._q_scale))
         for name, module in model.named_modules()
         if hasattr(module, "_k_scale")
     }

@@ -24,7 +24,7 @@ from tests.vllm.reference import Reference
 from tests.vllm.serve import PROMPT, Answer, Request, serve_all
 
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-K, V = 0.5, 0.25
+K, V, Q = 0.5, 0.25, 0.125
 #: Weight-only, so that an adapter's product can be added to the reference's weights.
 PLAIN = "ar016-qwen3-w4a16-asym"
 FOUR_BIT = "hf-qwen3-bnb-nf4"
@@ -41,30 +41,33 @@ ADAPTED = {
 
 @dataclass(frozen=True)
 class Dialect:
-    """A checkpoint, what its producers call the two scales of layer 0, and what they say of the cache. `asked` is
-    `kv_cache_dtype`; `stored` is the type that the attention has then."""
+    """A checkpoint, what its producers call the scales of K, V and, where it has one, Q, and what they say
+    of the cache. `asked` is `kv_cache_dtype`; `stored` is the type that the attention has then."""
 
     source: str
-    names: tuple[str, str]
+    names: tuple[str, ...]
     metadata: Mapping[str, Any]
     asked: str = "fp8"
     stored: str = "fp8"
 
 
 DIALECTS = {
-    "compressed-tensors": Dialect("lc-qwen3-nvfp4", ("k_scale", "v_scale"), {"kv_cache_scheme": FP8}, "auto"),
+    "compressed-tensors": Dialect(
+        "lc-qwen3-nvfp4", ("k_scale", "v_scale", "q_scale"), {"kv_cache_scheme": FP8}, "auto"
+    ),
     "modelopt": Dialect(
         "mo-qwen3-mixed-fp8-nvfp4",
-        ("k_proj.k_scale", "v_proj.v_scale"),
+        ("k_proj.k_scale", "v_proj.v_scale", "q_scale"),
         {"kv_cache_quant_algo": "FP8", "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}},
         "auto",
         "fp8_e4m3",
     ),
-    "auto-round": Dialect("ar016-qwen3-w4a16-asym", ("k_scale", "v_scale"), {}),
-    "quark": Dialect("qk-qwen3-int4-wo-128", ("k_proj.output_scale", "v_proj.output_scale"), {}),
-    "fp8": Dialect("hf-qwen3-fp8-finegrained", ("attn.k_scale", "attn.v_scale"), {}),
+    "auto-round": Dialect("ar016-qwen3-w4a16-asym", ("k_scale", "v_scale", "q_scale"), {}),
+    "quark": Dialect("qk-qwen3-int4-wo-128", ("k_proj.output_scale", "v_proj.output_scale", "q_proj.output_scale"), {}),
+    "fp8": Dialect("hf-qwen3-fp8-finegrained", ("attn.k_scale", "attn.v_scale", "attn.q_scale"), {}),
     "not asked for": Dialect("ar016-qwen3-w4a16-asym", ("k_scale", "v_scale"), {}, "auto", "auto"),
     "of another dialect": Dialect("lc-qwen3-nvfp4", ("k_proj.output_scale", "v_proj.output_scale"), {}),
+    "of another dialect, of Q": Dialect("lc-qwen3-nvfp4", ("k_scale", "v_scale", "q_proj.output_scale"), {}),
 }
 
 
@@ -73,7 +76,7 @@ def write(dialect: Dialect, folder: Path) -> Path:
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     for layer in (0, 1):
-        for name, value in zip(dialect.names, (K, V), strict=True):
+        for name, value in zip(dialect.names, (K, V, Q), strict=False):
             tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(value * (layer + 1))
     save_file(tensors, file)
     config = json.loads((folder / "config.json").read_text())
@@ -175,23 +178,24 @@ def write_adapter(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [name for name in DIALECTS if name != "of another dialect"])
+@pytest.mark.parametrize("name", [name for name in DIALECTS if not name.startswith("of another dialect")])
 def test_scales_reach_the_attention(name: str, answers: dict[str, Answer]) -> None:
     answer, dialect = answers[name], DIALECTS[name]
     assert answer.error == ""
     assert answer.quantization == "omniplat"
     # Without a quantized cache they are of no use, and the engine has 1.0 in their place.
-    scales = [(1.0, 1.0)] * 2 if dialect.stored == "auto" else [(K, V), (2 * K, 2 * V)]
+    scales = [(1.0, 1.0, 1.0)] * 2 if dialect.stored == "auto" else [(K, V, Q), (2 * K, 2 * V, 2 * Q)]
     assert answer.caches == {
         f"model.layers.{layer}.self_attn.attn": [dialect.stored, *scales[layer]] for layer in (0, 1)
     }
     assert "OmniplatLinearMethod" in answer.methods.values()
 
 
-def test_scales_under_unknown_names_are_refused(answers: dict[str, Answer]) -> None:
+@pytest.mark.parametrize(("name", "of"), [("of another dialect", "k"), ("of another dialect, of Q", "q")])
+def test_scales_under_unknown_names_are_refused(name: str, of: str, answers: dict[str, Answer]) -> None:
     """vLLM would drop them without a word."""
-    message = "model.layers.0.self_attn.k_proj.output_scale: vLLM does not take this scale of the KV cache by its name"
-    assert message in answers["of another dialect"].error
+    at = f"model.layers.0.self_attn.{of}_proj.output_scale"
+    assert f"{at}: vLLM does not take this scale of the KV cache by its name" in answers[name].error
 
 
 def reference_of(name: str) -> Reference:
