@@ -103,6 +103,7 @@ class Capability:
     `transforms`   limits of the matrices [left, left] and [right, right] by which it transforms inputs
                    (`Scheme.transform`); empty where it transforms none.
     `moe_activations`   what an op for experts can compute between its two products.
+    `refuses`      what of `omniplat.layer.EXTRAS` the kernel does not take.
     `variants`     names of implementations of the same numerics that the kernel picks from by M.
     """
 
@@ -133,6 +134,7 @@ class Capability:
     rounds_before_bias: bool = False
     transforms: tuple[ShapeRule, ...] = ()
     moe_activations: tuple[str, ...] = ACTIVATIONS
+    refuses: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
 
     def kept(self, weight_id: str) -> float:

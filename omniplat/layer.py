@@ -52,6 +52,11 @@ class MoeSpec:
     routing: Routing = Routing()
 
 
+#: What a stored weight may have that its scheme does not say, and that not every kernel takes: columns in an order of
+#: their own, and zero points that are no whole numbers. `pre_scale` is the scheme's.
+EXTRAS = ("group_index", "fractional zero points", "pre_scale")
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One runtime layer.
@@ -62,6 +67,7 @@ class LayerSpec:
     `scheme`    stored weight scheme with the declared activation.
     `dtype`     compute and output dtype of unquantized tensors: "bf16", "f16" or "f32".
     `parts`     out features of each fused part, in order; a single entry when nothing is fused.
+    `extras`    of `EXTRAS`, but for what the scheme says.
     """
 
     name: str
@@ -74,3 +80,4 @@ class LayerSpec:
     parts: tuple[int, ...] = ()
     moe: MoeSpec | None = None
     component: str = ""
+    extras: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from omniplat.errors import BackendUnavailableError
 from omniplat.findings import Finding, finding
 from omniplat.formats.resolved import ResolvedModule
 from omniplat.layer import LayerSpec
-from omniplat.legality import TP_SIZES, Cut, cut_layer, rank_spec
+from omniplat.legality import TP_SIZES, Cut, assembled_spec, cut_layer
 from omniplat.match import Candidate, Match, Policy, match
 from omniplat.moe_block import moe_details
 from omniplat.packed import PackedLayer
@@ -166,7 +166,8 @@ class LayerPlanner:
             return _Answer(status, trace=tuple(PlanTrace(target.spec.name, needed | {"found": r}) for r in reasons))
         if status != "ok":
             return _Answer(status)
-        outcome = self._match(rank_spec(spec, layer.split, target.tp, target.ep), spans)
+        assembled = assembled_spec(layer, target.tp, target.ep)
+        outcome = self._match(assembled, spans)
         self._note_refused(layer, outcome, spans)
         trace = _trace(outcome, target.spec)
         if outcome.chosen is None:
@@ -187,7 +188,8 @@ class LayerPlanner:
         return _Answer(
             status,
             outcome.chosen.capability,
-            decision.executes,
+            # blocks of fewer rows with the scales repeated are the stored ones' values
+            decision.executes.replace(assembled.scheme.weight_id, spec.scheme.weight_id),
             trace,
             outcome.alternative.capability.name if outcome.alternative is not None else None,
             outcome.faster,
@@ -235,9 +237,9 @@ class LayerPlanner:
     ) -> tuple[int, ...]:
         """Sizes at which no shard cuts anything and, where a kernel runs the whole layer, one runs the shard."""
         legal = tuple(size for size, cut in cuts.items() if cut.legal)
-        if status != "ok" or self._match(layer.spec, spans).chosen is None:
+        if status != "ok" or self._match(assembled_spec(layer, 1, 1), spans).chosen is None:
             return legal
-        shards = {size: rank_spec(layer.spec, layer.split, size, 1) for size in legal}
+        shards = {size: assembled_spec(layer, size, 1) for size in legal}
         return tuple(size for size, shard in shards.items() if self._match(shard, spans).chosen is not None)
 
     # -- kernels ------------------------------------------------------------------------------------
@@ -256,7 +258,7 @@ class LayerPlanner:
         if self._preflight is None:
             return {}
         target = self._target
-        outcome = self._match(rank_spec(layer.spec, layer.split, target.tp, target.ep))
+        outcome = self._match(assembled_spec(layer, target.tp, target.ep))
         via = outcome.chosen.capability.via if outcome.chosen is not None else ""
         found = self._preflight.scan(layer, via, outcome.alternative is not None)
         for module, problem in found.problems.items():
@@ -267,8 +269,8 @@ class LayerPlanner:
         """A re-encoding that was planned from headers alone, and that the spans forbid."""
         if not spans:
             return
-        spec, target = layer.spec, self._target
-        planned = self._match(rank_spec(spec, layer.split, target.tp, target.ep)).chosen
+        target = self._target
+        planned = self._match(assembled_spec(layer, target.tp, target.ep)).chosen
         chosen = outcome.chosen
         if planned is None or (chosen is not None and chosen.capability == planned.capability):
             return

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from omniplat.layer import LayerSpec
 from omniplat.packed import PackedLayer, Split
-from omniplat.scheme import Scheme, TensorQuant, low_rank_base
+from omniplat.scheme import Scheme, TensorQuant, low_rank_base, with_cut_blocks
 
 #: Tensor-parallel sizes that are examined.
 TP_SIZES = (1, 2, 3, 4, 6, 8, 16)
@@ -63,6 +64,16 @@ def rank_spec(spec: LayerSpec, split: Split, tp: int, ep: int) -> LayerSpec:
     kv = split.kv or (False,) * len(rows)
     parts = tuple(rank_rows(n, split.kv_heads, tp, is_kv=is_kv) for n, is_kv in zip(rows, kv, strict=True))
     return replace(spec, out_features=sum(parts), parts=parts)
+
+
+def assembled_spec(layer: PackedLayer, tp: int, ep: int) -> LayerSpec:
+    """`rank_spec` with the blocks that the weight has once its parts are put together."""
+    spec = rank_spec(layer.spec, layer.split, tp, ep)
+    fused = len(layer.parts) > 1 if spec.moe is None else tp > 1 or any(len(group) > 1 for group in layer.w13)
+    if not fused or spec.scheme.weight.granularity != "block":
+        return spec
+    starts = accumulate(spec.parts[:-1])
+    return replace(spec, scheme=replace(spec.scheme, weight=with_cut_blocks(spec.scheme.weight, starts)))
 
 
 def cut_rows(scheme: Scheme, parts: Sequence[int], tp: int, *, columns: int = 0, what: str = "N") -> Cut:

@@ -81,6 +81,10 @@ def decide(
         return Rejected("dtype", ", ".join(capability.dtypes), spec.dtype)
     if spec.bias and not capability.bias:
         return Rejected("bias", "none", "bias")
+    extras = (*spec.extras, *(("pre_scale",) if any(scheme.pre_scale for scheme in schemes) else ()))
+    for extra in extras:
+        if extra in capability.refuses:
+            return Rejected("tensors", f"no {extra}", extra)
     if spec.moe is not None and spec.moe.activation not in capability.moe_activations:
         return Rejected("moe activation", ", ".join(capability.moe_activations), spec.moe.activation)
     sizes = {"in": spec.in_features, "out": spec.out_features}

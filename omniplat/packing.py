@@ -13,6 +13,7 @@ from typing import Any
 
 from omniplat.canonical import TRANSFORM_ROLES
 from omniplat.checkpoint.folder import MAX_SMOOTHING_BYTES
+from omniplat.checkpoint.tensors import FLOAT_DTYPES
 from omniplat.findings import Finding, finding
 from omniplat.formats.resolve import Resolution
 from omniplat.formats.resolved import ResolvedModule
@@ -130,6 +131,7 @@ class _Packer:
             bias=_has_bias(modules),
             parts=tuple(module.out_features for module in modules),
             component=self._component,
+            extras=_extras(modules),
         )
         parts = tuple(Part(module, self._row_order(module.name)) for module in modules)
         if len(modules) == 1:
@@ -258,7 +260,8 @@ class _Packer:
         rows = sum(part.module.out_features for part in w13[0]) if w13 else 0
         block = self._block(name)
         spec = self._moe_spec(block, name, first, down, rows, first.in_features, down.out_features, len(w13))
-        return PackedLayer(replace(spec, bias=_has_bias(modules)), w13=tuple(w13), w2=tuple(w2), block=block)
+        spec = replace(spec, bias=_has_bias(modules), extras=_extras(modules))
+        return PackedLayer(spec, w13=tuple(w13), w2=tuple(w2), block=block)
 
     def _block(self, name: str) -> MoeBlock:
         router = router_of(self._family, self._source.config, name) or Router()
@@ -339,7 +342,7 @@ class _Packer:
             rows, columns, out = sum(module.in_features for module in ups), first.out_features, down.in_features
         block = self._block(name)
         spec = self._moe_spec(block, name, first, down, rows, columns, out, down.experts)
-        spec = replace(spec, bias=_has_bias((*ups, down)))
+        spec = replace(spec, bias=_has_bias((*ups, down)), extras=_extras((*ups, down)))
         return PackedLayer(spec, w13=w13, w2=w2, stacked=True, transposed=transposed, block=block)
 
     def _is_transposed(self, up: ResolvedModule, down: ResolvedModule, *, fused: bool, names: StackedNames) -> bool:
@@ -387,6 +390,22 @@ _QUIET = (_INVALID, _ORDERED, _SMOOTHED)
 
 def _has_bias(modules: Iterable[ResolvedModule]) -> bool:
     return any(not {"bias", "quant_bias"}.isdisjoint(module.tensors) for module in modules)
+
+
+def _extras(modules: Iterable[ResolvedModule]) -> tuple[str, ...]:
+    """What kernels have to take beside the scheme, as far as headers tell: zero points of floats may be fractions."""
+    modules = list(modules)
+    zeros = (
+        module.tensors[role]
+        for module in modules
+        for role in ("zero_point", "scale_and_zero")
+        if role in module.tensors and not module.scheme.weight.symmetric
+    )
+    found = {
+        "group_index": any(module.storage.act_order for module in modules),
+        "fractional zero points": any(info.dtype in FLOAT_DTYPES for info in zeros),
+    }
+    return tuple(extra for extra, there in found.items() if there)
 
 
 def _kinds(modules: Iterable[ResolvedModule]) -> dict[str, list[str]]:

@@ -8,8 +8,10 @@ scheme with the same id and with the defaults for the fields that the id leaves 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd
 
 from omniplat.errors import InvalidSchemeError
 
@@ -80,6 +82,16 @@ class TensorQuant:
     def is_microscaled(self) -> bool:
         """True for the OCP MX formats: groups of 32 with a power-of-two scale."""
         return self.scale_format == "e8m0" and self.granularity == "group" and self.group_size == 32
+
+
+def with_cut_blocks(quant: TensorQuant, starts: Iterable[int]) -> TensorQuant:
+    """A weight in blocks that is put together of parts which start at these rows: where a part starts inside a block
+    (K projections of 64 rows, blocks of 128) the whole has blocks of fewer rows, the greatest height that divides all
+    starts. Other weights are as they were."""
+    if quant.granularity != "block":
+        return quant
+    height, width = quant.block
+    return replace(quant, block=(gcd(height, *starts), width))
 
 
 @dataclass(frozen=True, slots=True)

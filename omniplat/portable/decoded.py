@@ -13,6 +13,8 @@ DECODED_WEIGHTS: tuple[str, ...] = (
     *(f"{element}-{tail}" for element in ("int4", "uint4", "int8", "uint8") for tail in _GROUPS),
     *("int8-tensor", "fp8-tensor", "fp8-channel", "fp8-g32", "fp8-g64", "fp8-g128"),
     *("fp8-block128x128", "fp8-block64x64", "fp8-block32x32"),
+    # what blocks of 128 rows become where a part of a fused layer starts inside one
+    *("fp8-block64x128", "fp8-block32x128", "fp8-block16x128"),
     *(f"{element}-b{size}" for element in ("nf4", "fp4bnb") for size in _BLOCKS),
     *("mxfp8", "mxfp4", "nvfp4"),
 )

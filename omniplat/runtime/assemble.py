@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import gcd, prod
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from omniplat.canonical import ROW_ROLES, Array, CanonicalWeight
 from omniplat.errors import InvalidCheckpointError
 from omniplat.runtime.memory import layer_memory
-from omniplat.scheme import Scheme
+from omniplat.scheme import Scheme, with_cut_blocks
 
 
 class Assembly:
@@ -26,9 +26,8 @@ class Assembly:
     or to the input (`group_index`, `pre_scale`, static input scales) must be the same in all parts of one
     weight: it is never merged. A part without bias in a layer with bias gets zeros.
 
-    Where a part of a block-scaled layer ends inside a block (K projections of 64 rows, blocks of 128), the
-    whole gets blocks of fewer rows, down to the greatest height that divides all `starts`, with the scales
-    repeated: the same values.
+    Where a part of a block-scaled layer starts inside a block, the whole gets blocks of fewer rows
+    (`with_cut_blocks`), with the scales repeated: the same values.
     """
 
     def __init__(
@@ -43,12 +42,8 @@ class Assembly:
     ) -> None:
         self._name = name
         self._declared = scheme
-        self._scheme = scheme
-        self._unit = 1
-        if scheme.weight.granularity == "block":
-            height, width = scheme.weight.block
-            self._unit = gcd(height, *starts)
-            self._scheme = replace(scheme, weight=replace(scheme.weight, block=(self._unit, width)))
+        self._scheme = replace(scheme, weight=with_cut_blocks(scheme.weight, starts))
+        self._unit = self._scheme.weight.block[0] if scheme.weight.granularity == "block" else 1
         self._rows = rows
         self._columns = columns
         self._experts = experts

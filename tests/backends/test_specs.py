@@ -126,7 +126,8 @@ def test_every_pattern_of_weights_means_a_scheme(kind: str, capability: Capabili
         *(f"{stem}{bits}-{tail}" for stem in ("int", "uint") for bits in range(2, 9)
           for tail in ("channel", "tensor", *(f"g{size}" for size in (16, 32, 64, 96, 128, 160, 192, 256, 512, 1024)))),
         *(f"{stem}-b{size}" for stem in ("nf4", "fp4bnb") for size in (16, 32, 128, 256, 512, 1024, 2048, 4096)),
-        *(f"fp8-{tail}" for tail in ("tensor", "channel", "g32", "g64", "g128", "block64x64", "block32x32")),
+        *(f"fp8-{tail}" for tail in ("tensor", "channel", "g32", "g64", "g128")),
+        *(f"fp8-block{size}" for size in ("64x64", "32x32", "64x128", "32x128", "16x128")),
     ]  # fmt: skip
     for name in known:
         Scheme.parse(f"{name}/a16")

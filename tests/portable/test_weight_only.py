@@ -30,7 +30,7 @@ from tests.support.triton import TRITON_DEVICE, needs_cuda, needs_triton
 CAPABILITY = Capability("portable_linear", "linear", ("*",), ("a16",), executes="a16")
 SCHEMES = (
     *("mxfp4", "mxfp8", "nvfp4", "nf4-b64", "fp4bnb-b64", "nf4-b128"),
-    *("fp8-tensor", "fp8-channel", "fp8-g128", "fp8-block128x128", "fp8-block64x64"),
+    *("fp8-tensor", "fp8-channel", "fp8-g128", "fp8-block128x128", "fp8-block64x64", "fp8-block64x128"),
     *(f"{sign}int{bits}-{tail}" for sign in ("", "u") for bits in (4, 8) for tail in ("channel", "g32", "g64", "g128")),
     *("int4-g96", "uint4-g16", "int8-tensor"),
 )

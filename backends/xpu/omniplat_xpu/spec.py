@@ -107,6 +107,7 @@ _LINEAR = (
         dtypes=_HALF,
         requires=(_KERNELS,),
         priority=20,
+        refuses=("pre_scale",),
         impl=f"{_MODULES}.fp8:Fp8WeightOnly",
     ),
     Capability(
@@ -120,6 +121,7 @@ _LINEAR = (
         shapes=multiples(128, "out", "in"),
         requires=(_KERNELS,),
         priority=20,
+        refuses=("pre_scale",),
         impl=f"{_MODULES}.fp8:Fp8WeightOnlyBlock",
     ),
     Capability(
@@ -148,6 +150,7 @@ _LINEAR = (
         shapes=(*multiples(32, "in"), *multiples(8, "out")),
         requires=(_KERNELS,),
         priority=30,
+        refuses=("fractional zero points", "pre_scale"),
         impl=f"{_MODULES}.int4:Int4Gemm",
     ),
     Capability(
@@ -167,6 +170,7 @@ _LINEAR = (
         requires=(_KERNELS,),
         accumulator="f16",
         priority=40,
+        refuses=("group_index",),
         impl=f"{_MODULES}.int4:Int4Int8Gemm",
     ),
     Capability(
@@ -184,6 +188,7 @@ _LINEAR = (
         assumed=False,
         accumulator="f16",
         priority=3,
+        refuses=("group_index", "pre_scale"),
         impl=f"{_MODULES}.auto_round:AutoRoundLinear",
     ),
     Capability(
@@ -196,6 +201,7 @@ _LINEAR = (
         requires=(_TORCH, _TRITON),
         priority=5,
         resident_by_weight=DECODED_RESIDENT,
+        refuses=("group_index",),
         impl="omniplat.portable.weight_only:PortableLinear",
     ),
     Capability(
@@ -249,6 +255,7 @@ _MOE = (
         requires=(_TORCH, _TRITON),
         priority=5,
         resident_by_weight=DECODED_RESIDENT,
+        refuses=("group_index", "pre_scale"),
         impl="omniplat.portable.weight_only_experts:PortableExperts",
     ),
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from omniplat.conformance.build import (
@@ -64,6 +65,10 @@ def _roles(subject: Subject, profile: str) -> Iterable[Case]:
             quant = scheme.weight
             if quant.granularity == "group" and quant.is_integer and quant.scale_format == "f32":
                 yield case_of(capability, scheme, k=4 * quant.group_size, variant="group_index")
+                break
+        for scheme in schemes_of(subject, capability, "full") if capability.op == "linear" else ():
+            if scheme.weight.is_integer and not scheme.weight.symmetric:
+                yield case_of(capability, scheme, variant="fractional zero points")
                 break
 
 
@@ -133,15 +138,21 @@ def test_strides(subject: Subject, case: Case) -> None:
 
 @check("declared", _roles)
 def test_an_optional_role_is_used_or_refused(subject: Subject, case: Case) -> None:
-    """A weight with `pre_scale` or `group_index` means something else without it: never silently."""
+    """What a scheme does not say of a weight means something else without it: planning refuses it where the capability
+    says so, and the kernel too; elsewhere it is used."""
     weight = make_weight(case)
     if case.variant == "group_index":
         groups = case.k // case.scheme.weight.group_size
         order = case.rng().permutation(np.arange(case.k) % groups).astype(np.int32)
         weight = replace(weight, tensors={**weight.tensors, "group_index": order})
-    try:
-        linear_layer(subject, case.capability, weight, case.dtype)
-    except UnsupportedCombinationError:
+    if case.variant == "fractional zero points":
+        zero = weight.tensors["zero_point"].astype(np.float32) + np.float32(0.25)
+        weight = replace(weight, tensors={**weight.tensors, "zero_point": zero})
+    if case.variant in case.capability.refuses:
+        spec = replace(case.spec, extras=(case.variant,))
+        assert "tensors" in subject.decide(case.capability, spec), f"{case.id}: planning takes it"
+        with pytest.raises(UnsupportedCombinationError):
+            linear_layer(subject, case.capability, weight, case.dtype)
         return
     trial = linear_trial(subject, case, weight)
     x = trial.input()

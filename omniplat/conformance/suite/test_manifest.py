@@ -27,6 +27,7 @@ from omniplat.conformance.checks import Named, backend, capabilities, check
 from omniplat.conformance.subject import Subject
 from omniplat.conformance.tolerances import UNITS
 from omniplat.device import ARCHITECTURES
+from omniplat.layer import EXTRAS
 
 #: Modules that no declaration may import, beside those of the backend's own distributions.
 HEAVY = ("torch", "torch_npu", "triton", "vllm", "transformers", "jax", "aiter", "humming", "flashinfer",
@@ -128,6 +129,7 @@ def test_a_capability_is_well_formed(subject: Subject, case: Named) -> None:
     for text in item.requires:
         Requirement(text)
     assert item.evidence == "declared" or item.evidence.startswith(("emulated", "verified on "))
+    assert set(item.refuses) <= set(EXTRAS), f"refuses {item.refuses}, which are not all of {EXTRAS}"
     assert item.resident >= 1.0 or item.via, "keeps less than what is stored without a re-encoding"
 
 

@@ -81,6 +81,7 @@ CAPABILITIES = (
         shapes=LINEAR_AXES,
         requires=(TORCH_NPU,),
         priority=20,
+        refuses=("group_index", "fractional zero points"),
         impl=f"{LINEAR}:WeightOnlyInt8Linear",
     ),
     Capability(
@@ -94,6 +95,7 @@ CAPABILITIES = (
         shapes=PACKED_AXES,
         requires=(TORCH_NPU,),
         priority=20,
+        refuses=("group_index", "fractional zero points"),
         impl=f"{LINEAR}:WeightOnlyInt4Linear",
     ),
     Capability(

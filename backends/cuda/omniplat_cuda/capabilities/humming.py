@@ -46,6 +46,7 @@ A16 = Capability(
     requires=(HUMMING,),
     priority=_SLOWER,
     rounds_before_bias=True,
+    refuses=("group_index",),
     impl=f"{_LINEAR}:HummingLinear",
 )
 A16_TURING = Capability(
@@ -60,6 +61,7 @@ A16_TURING = Capability(
     requires=(HUMMING,),
     priority=_SLOWER,
     rounds_before_bias=True,
+    refuses=("group_index",),
     impl=f"{_LINEAR}:HummingLinearTuring",
 )
 A16_BLOCK = Capability(

@@ -135,6 +135,7 @@ _PORTABLE = (
         requires=(TORCH, TRITON),
         priority=5,
         resident_by_weight=DECODED_RESIDENT,
+        refuses=("group_index",),
         impl="omniplat.portable.weight_only:PortableLinear",
     ),
     Capability(
@@ -148,6 +149,7 @@ _PORTABLE = (
         requires=(TORCH, TRITON),
         priority=5,
         resident_by_weight=DECODED_RESIDENT,
+        refuses=("group_index", "pre_scale"),
         impl="omniplat.portable.weight_only_experts:PortableExperts",
     ),
 )

@@ -145,6 +145,7 @@ MARLIN_INT = Capability(
     assumed=False,
     priority=4,
     rounds_before_bias=True,
+    refuses=("group_index",),
     impl=f"{_MARLIN}:MarlinInt",
 )
 MARLIN_UINT4 = Capability(
@@ -160,6 +161,7 @@ MARLIN_UINT4 = Capability(
     assumed=False,
     priority=4,
     rounds_before_bias=True,
+    refuses=("group_index", "fractional zero points"),
     impl=f"{_MARLIN}:MarlinUint4",
 )
 MARLIN_FP8 = Capability(

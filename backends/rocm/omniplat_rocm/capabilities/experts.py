@@ -180,6 +180,7 @@ _EXPERTS = (
         requires=(TORCH, TRITON),
         priority=5,
         resident_by_weight=DECODED_RESIDENT,
+        refuses=("group_index", "pre_scale"),
         impl="omniplat.portable.weight_only_experts:PortableExperts",
     ),
 )

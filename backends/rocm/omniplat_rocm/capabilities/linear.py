@@ -97,6 +97,7 @@ CAPABILITIES = (
         priority=50,
         rounds_before_bias=True,
         variants=("asm", "ck"),
+        refuses=("pre_scale",),
         impl=f"{MODULES}.four_bits:GemmA4W4",
     ),
     Capability(
@@ -114,6 +115,7 @@ CAPABILITIES = (
         priority=49,
         rounds_before_bias=True,
         variants=("asm", "ck"),
+        refuses=("pre_scale",),
         impl=f"{MODULES}.four_bits:GemmA4W4Even",
     ),
     Capability(
@@ -131,6 +133,7 @@ CAPABILITIES = (
         requires=(AITER,),
         priority=40,
         rounds_before_bias=True,
+        refuses=("pre_scale",),
         impl=f"{MODULES}.four_bits:GemmAfp4Wfp4",
     ),
     Capability(
@@ -189,6 +192,7 @@ CAPABILITIES = (
         requires=(TORCH, TRITON),
         priority=5,
         resident_by_weight=DECODED_RESIDENT,
+        refuses=("group_index",),
         impl="omniplat.portable.weight_only:PortableLinear",
     ),
 )
