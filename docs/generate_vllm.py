@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "vllm-support.md"
 
 #: Platforms of vllm-omni and the devices that stand for them.
 PLATFORMS = {"cuda": "cuda:sm90", "rocm": "rocm:gfx950", "xpu": "xpu:bmg", "npu": "npu:a5", "cpu": "cpu:avx2"}
-#: vllm-omni's own methods: module and class of their configs.
+#: What vllm-omni makes of methods that it has a config of its own for: module and class of these.
 STOCK = {
     "int8": ("int8_config", "DiffusionInt8Config"),
     "mxfp8": ("mxfp8_config", "DiffusionMXFP8Config"),
@@ -38,6 +38,8 @@ def stock_cell(method: str, platform: str) -> str:
 
     if (method, platform) in ASK_THE_DEVICE:
         return f"{ASK_THE_DEVICE[method, platform]} (read, not run)"
+    if method not in STOCK:
+        return registered_cell(method)
     name, kind = STOCK[method]
     module = importlib.import_module(f"vllm_omni.quantization.{name}")
     kinds = ("cuda", "rocm", "xpu", "npu", "musa")
@@ -49,6 +51,24 @@ def stock_cell(method: str, platform: str) -> str:
             return type(getattr(module, kind)().get_quant_method(layer, "blocks.7.attn1.to_q")).__name__
         except Exception as error:
             return type(error).__name__
+
+
+def registered_cell(method: str) -> str:
+    """The same of a method that vllm-omni looks up in vLLM's registry, whose configs ask for no platform."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+
+    from omniplat.integrations.vllm_probe import ModelSurface
+
+    if method not in QUANTIZATION_METHODS:
+        return "no such method"
+    layer = ReplicatedLinear.__new__(ReplicatedLinear)
+    current = VllmConfig(device_config=DeviceConfig("cpu"))
+    current.model_config = ModelSurface()
+    with set_current_vllm_config(current):
+        made = get_quantization_config(method)().get_quant_method(layer, "blocks.7.attn1.to_q")
+    return f"{type(made).__name__} (vLLM's)"
 
 
 def own_cell(method: str, device: str) -> str:
@@ -83,9 +103,7 @@ def methods_table() -> list[str]:
     head = " | ".join(f"{platform} ({device})" for platform, device in PLATFORMS.items())
     lines = [f"| method | | {head} |", "|---" * (len(PLATFORMS) + 2) + "|"]
     for method in METHODS:
-        stock = [stock_cell(method, platform) if method in STOCK else "no such method" for platform in PLATFORMS]
-        if method in ("fp8", "int4"):
-            stock = ["vLLM's own" if method == "fp8" else "no such method"] * len(PLATFORMS)
+        stock = [stock_cell(method, platform) for platform in PLATFORMS]
         own = [own_cell(method, device) for device in PLATFORMS.values()]
         lines.append(f"| `{method}` | vllm-omni | {' | '.join(stock)} |")
         lines.append(f"| | omniplat | {' | '.join(own)} |")
@@ -141,7 +159,9 @@ def page() -> str:
             "",
             "Above: the method that vllm-omni's own config gives a linear layer, or the error that it raises, where",
             "its platform is set to the column's; two of its methods look at the device itself, those were read in its",
-            "code. Below: the kernel that omniplat plans for the device, which is described, not there;",
+            "code. What it has no config for, it looks up in vLLM's registry: `(vLLM's)` is the method of that config,",
+            "asked on this CPU, which gives the same on all platforms and looks for a kernel when a layer is made.",
+            "Below: the kernel that omniplat plans for the device, which is described, not there;",
             "`docs/support-matrix.md` says what was verified on which hardware. Experts of a mixture: vllm-omni leaves",
             "them unquantized for every method of its own here, omniplat quantizes them or refuses.",
             "",
