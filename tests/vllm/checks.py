@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -38,7 +39,7 @@ from omniplat.runtime.load import load_layer
 from omniplat.runtime.plain import PlainLinear
 from omniplat.runtime.slicer import Rank
 from omniplat.runtime.tensors import to_tensor
-from tests.vllm.engine import Experts, Model, build, engine, load, tensors_of
+from tests.vllm.engine import ExpertLayer, Experts, Model, build, engine, load, tensors_of
 
 BUNDLED = Path(__file__).parents[1] / "data" / "checkpoints"
 Check = Callable[[int, int, Path], None]
@@ -290,10 +291,17 @@ def experts(expert_parallel: bool, rank: int, world: int, scratch: Path) -> None
 
 
 def run_experts(folder: Path, expert_parallel: bool, rank: int, world: int) -> None:
-    """vLLM's layer of experts with vLLM's routing, split along I or by expert."""
     planned = make_planned(folder, "cpu", engine="vllm")
+    config = json.loads((folder / "config.json").read_text())
+    run_planned_experts(planned, folder, config, expert_parallel, rank, world)
+
+
+def run_planned_experts(
+    planned: Planned, folder: Path, model_config: Mapping[str, Any], expert_parallel: bool, rank: int, world: int
+) -> None:
+    """vLLM's layer of experts with vLLM's routing, split along I or by expert."""
     with engine(world, expert_parallel=expert_parallel) as config, torch.no_grad():
-        model = build(json.loads((folder / "config.json").read_text()), OmniplatConfig(planned), frozenset({"experts"}))
+        model = ExpertLayer(model_config, OmniplatConfig(planned))
         load(model, folder)
         layer = model.model.layers[0].mlp
         assert isinstance(layer, Experts)
@@ -313,7 +321,7 @@ def run_experts(folder: Path, expert_parallel: bool, rank: int, world: int) -> N
             lambda x, logits: layer.experts(hidden_states=x, router_logits=logits),
             fullgraph=True, dynamic=True, backend="aot_eager",
         )  # fmt: skip
-        for x in inputs(256):
+        for x in inputs(int(model_config["hidden_size"])):
             logits = torch.randn(x.shape[0], 4, generator=torch.Generator().manual_seed(x.shape[0])).to(torch.bfloat16)
             y = layer.experts(hidden_states=x, router_logits=logits)
             weights, ids = layer.experts.router.select_experts(hidden_states=x, router_logits=logits)

@@ -119,11 +119,21 @@ class Model(nn.Module):
                 layer.self_attn = Attention(config, quant, f"{prefix}.self_attn", fused=index == 0)
             if "mlp" in only and index == 0:
                 layer.mlp = Mlp(config, quant, f"{prefix}.mlp", down="down" in only)
-            if "experts" in only and index == 0:
-                layer.mlp = Experts(config, quant, f"{prefix}.mlp")
             layers.append(layer)
         self.model = nn.Module()
         self.model.layers = nn.ModuleList(layers)
+
+
+class ExpertLayer(nn.Module):
+    """A decoder layer's experts alone."""
+
+    def __init__(self, config: Mapping[str, Any], quant: OmniplatConfig) -> None:
+        super().__init__()
+        self.quant_config = quant
+        layer = nn.Module()
+        layer.mlp = Experts(config, quant, "model.layers.0.mlp")
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList([layer])
 
 
 MAPPER = WeightsMapper(

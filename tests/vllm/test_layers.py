@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm import four_bit_checks, moving_checks
+from tests.vllm import four_bit_checks, moving_checks, scheme_checks
 from tests.vllm.checks import ALONE, CHECKS, SHARED
 from tests.vllm.engine import free_port
 
-ANYWHERE = CHECKS | four_bit_checks.CHECKS
+ANYWHERE = CHECKS | four_bit_checks.CHECKS | scheme_checks.CHECKS
 #: vllm-omni is imported by the last ones.
 WITH_TWO = SHARED | four_bit_checks.SHARED | moving_checks.SHARED
 
