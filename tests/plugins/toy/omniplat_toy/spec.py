@@ -17,6 +17,7 @@ SPEC = BackendSpec(
             weights=("int8-channel",),
             activations=("a16",),
             executes="a16",
+            refuses=("pre_scale",),
             requires=("torch>=2.6",),
             impl="omniplat_toy.kernels:Int8Rows",
         ),

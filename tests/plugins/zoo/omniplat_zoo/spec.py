@@ -18,12 +18,19 @@ INT8 = Capability(
     ("int8-token",),
     scale_rules=("absmax",),
     roundings=("nearest-even",),
+    refuses=("pre_scale",),
     requires=_TORCH,
     accumulator="int32",
     impl="Int8",
 )
 FOUR_BITS = Capability(
-    "four_bits", "linear", ("int4-g32", "mxfp4", "nvfp4"), ("a16",), requires=_TORCH, impl="FourBits"
+    "four_bits",
+    "linear",
+    ("int4-g32", "mxfp4", "nvfp4"),
+    ("a16",),
+    refuses=("group_index", "pre_scale"),
+    requires=_TORCH,
+    impl="FourBits",
 )
 EXPERTS = Capability("experts", "moe", ("int8-channel",), ("a16",), requires=_TORCH, impl="Experts")
 
