@@ -392,9 +392,8 @@ def _has_bias(modules: Iterable[ResolvedModule]) -> bool:
     return any(not {"bias", "quant_bias"}.isdisjoint(module.tensors) for module in modules)
 
 
-def _extras(modules: Iterable[ResolvedModule]) -> tuple[str, ...]:
+def _extras(modules: Sequence[ResolvedModule]) -> tuple[str, ...]:
     """What kernels have to take beside the scheme, as far as headers tell: zero points of floats may be fractions."""
-    modules = list(modules)
     zeros = (
         module.tensors[role]
         for module in modules

@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 
 from omniplat.portable.launch import Launch
-from omniplat.portable.word_decode_triton import decoded_parts, decoder_for, kind_of_zero, multiplier, of_block
+from omniplat.portable.word_decode_triton import constants_of, decoded_parts, kind_of_zero, multiplier, of_block
 from omniplat.portable.word_weights import WordForm
 from omniplat.portable.words import parts_of
-from omniplat.portable.words_ptx import base_of
 
 #: Rows of a program's tile, and blocks of columns that it goes through.
 _ROWS = 32
@@ -106,21 +105,9 @@ def decoded(
 
 @lru_cache(maxsize=1024)
 def _launch_of(form: WordForm, columns: int, zero: str, row_scale: bool, device: torch.device) -> Launch:
-    held = decoder_for(form, True, zero, form.scale.startswith("packed"), device)
     constants = {
+        **constants_of(form, True, zero, form.is_packed, device),
         "K": columns,
-        "ASM": held.text,
-        "OPERANDS": held.constraints,
-        "EXTRA": held.extra,
-        "ELEMENT": form.element,
-        "PARTS": parts_of(form.bits),
-        "DEPTH": form.depth,
-        "SCALE": form.scale,
-        "RAISED": form.raised,
-        "GROUP": form.group,
-        "ROWS": form.rows,
-        "ZERO": zero,
-        "BASE": base_of(form.element, True),
         "ROW_SCALE": row_scale,
         "BN": _ROWS,
         "BLOCKS": _BLOCKS,

@@ -155,7 +155,8 @@ class Launch:
 
     def _hold(self, key: tuple[object, ...], compiled: Any) -> None:
         if compiled.metadata.target.backend == "cuda":
-            constants = tuple(self._constants.values())
+            names = (name for name in self._kernel.arg_names if name in self._constants)
+            constants = tuple(self._constants[name] for name in names)
             self._compiled[key] = _Compiled(
                 compiled, compiled.run, compiled.function, compiled.packed_metadata, constants
             )

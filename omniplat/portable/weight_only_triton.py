@@ -8,11 +8,10 @@ from functools import lru_cache
 import torch
 
 from omniplat.portable.launch import Launch
-from omniplat.portable.word_decode_triton import computes_in_pairs, decoder_for, kind_of_zero
+from omniplat.portable.word_decode_triton import computes_in_pairs, constants_of, kind_of_zero
 from omniplat.portable.word_kernels_triton import few_tokens, many_tokens
-from omniplat.portable.word_weights import TABLES, WordForm
-from omniplat.portable.words import parts_of
-from omniplat.portable.words_ptx import base_of
+from omniplat.portable.word_weights import WordForm
+from omniplat.portable.words import TABLES, parts_of
 
 #: Tiles of the weight that share the tiles of tokens while those are in the cache.
 _BAND = 8
@@ -82,7 +81,7 @@ def least_tokens(device: torch.device) -> int:
 def folds(form: WordForm, dtype: torch.dtype) -> bool:
     """True where scales go into the weight before the product: bf16 holds them, and their products with these codes,
     exactly."""
-    return dtype == torch.bfloat16 and form.scale.startswith("packed")
+    return dtype == torch.bfloat16 and form.is_packed
 
 
 def _shared(form: WordForm, zero_kind: str) -> int:
@@ -153,30 +152,18 @@ def _launch_of(
     device: torch.device,
 ) -> Launch:
     bf16 = dtype == torch.bfloat16
-    parts = parts_of(form.bits)
     fold = folds(form, dtype)
-    held = decoder_for(form, bf16, zero, fold, device)
     own = {"SLICES": tile.slices, "UNROLL": tile.unroll} if tile.slices else {"BAND": _BAND}
+    block = parts_of(form.bits) * form.depth
     constants = {
+        **constants_of(form, bf16, zero, fold, device),
         "K": columns,
         "EXPERTS": experts,
-        "ASM": held.text,
-        "OPERANDS": held.constraints,
-        "EXTRA": held.extra,
-        "ELEMENT": form.element,
-        "PARTS": parts,
-        "DEPTH": form.depth,
-        "SCALE": form.scale,
-        "RAISED": form.raised,
-        "GROUP": form.group,
-        "ROWS": form.rows,
         "SHARED": _shared(form, zero),
         "FOLD": fold,
-        "ZERO": zero,
-        "BASE": base_of(form.element, bf16),
         "ROW_SCALE": row_scale,
         "BIAS": bias,
-        "EVEN": columns % (parts * form.depth * max(1, tile.slices) * tile.unroll) == 0,
+        "EVEN": columns % (block * max(1, tile.slices) * tile.unroll) == 0,
         "BF16": bf16,
         # The interpreter multiplies the bits of bf16 numbers, not their values.
         "WIDE": device.type == "cpu",

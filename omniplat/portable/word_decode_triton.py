@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from omniplat.portable.word_weights import WordForm
-from omniplat.portable.words_ptx import Decoder, decoder
+from omniplat.portable.words import parts_of
+from omniplat.portable.words_ptx import Decoder, base_of, decoder
 
 
 @lru_cache(maxsize=64)
@@ -30,13 +31,27 @@ def kind_of_zero(zero: torch.Tensor | None) -> str:
     return "fraction" if zero.is_floating_point() else "integer"
 
 
-@lru_cache(maxsize=256)
-def decoder_for(form: WordForm, bf16: bool, zero: str, fold: bool, device: torch.device) -> Decoder:
-    """The device's own instructions; an empty text where Triton's operations serve."""
+def constants_of(form: WordForm, bf16: bool, zero: str, fold: bool, device: torch.device) -> dict[str, object]:
+    """What kernels that call `decoded_parts` are compiled for: the form, and the device's own instructions, an empty
+    text where Triton's operations serve. `zero` as by `kind_of_zero`; `fold`: scales go into the weight."""
     found = None
     if computes_in_pairs(device):
         found = decoder(form.element, form.bits, bf16, zero == "integer", form.scale if fold else "")
-    return found or Decoder("", "", "")
+    own = found or Decoder("", "", "")
+    return {
+        "ASM": own.text,
+        "OPERANDS": own.constraints,
+        "EXTRA": own.extra,
+        "ELEMENT": form.element,
+        "PARTS": parts_of(form.bits),
+        "DEPTH": form.depth,
+        "SCALE": form.scale,
+        "RAISED": form.raised,
+        "GROUP": form.group,
+        "ROWS": form.rows,
+        "ZERO": zero,
+        "BASE": base_of(form.element, bf16),
+    }
 
 
 @triton.jit

@@ -11,15 +11,13 @@ import torch.nn.functional as F
 
 from omniplat.oracle.codecs import element_values
 from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_WEIGHTS
-from omniplat.portable.words import DEPTH, from_words, parts_of, to_words
+from omniplat.portable.words import DEPTH, TABLES, from_words, parts_of, to_words
 from omniplat.runtime.finite import e8m0_scale, fp8_codes
 from omniplat.runtime.tensors import WeightTensors
 from omniplat.scheme import TensorQuant
 
 #: element -> bits of a code. Integers are held as what they are above their smallest, so that none is negative.
 _BITS = {"fp4_e2m1": 4, "int4": 4, "uint4": 4, "nf4": 4, "fp4_bnb": 4, "fp8_e4m3": 8, "int8": 8, "uint8": 8}
-#: Elements whose codes are no numbers.
-TABLES = ("nf4", "fp4_bnb")
 _ROLES = frozenset({"codes", "scale", "zero_point", "global_scale", "pre_scale", "bias"})
 #: What static activations bring; nothing is quantized here.
 _UNUSED = frozenset({"input_scale", "input_zero_point", "input_global_scale"})
@@ -50,6 +48,11 @@ class WordForm:
     out_features: int
     in_features: int
     raised: int = 0
+
+    @property
+    def is_packed(self) -> bool:
+        """True where scales of a block's parts are one number."""
+        return self.scale.startswith("packed")
 
 
 def why_not(weight: WeightTensors) -> str:
@@ -165,7 +168,7 @@ def word_tensors(weight: WeightTensors, form: WordForm, name: str) -> dict[str, 
     codes = weight.tensors["codes"]
     rows = _bytes_of(codes.reshape(-1, codes.shape[-1]), weight.scheme.weight, name)
     scale, row_scale = _scales(weight, form, name)
-    if form.scale.startswith("packed"):
+    if form.is_packed:
         scale = scale.transpose(-1, -2).contiguous()
     words = to_words(rows, form.element, form.bits, form.depth).view(*codes.shape[:-1], -1)
     tensors = {"words": words, "scale": scale}
@@ -196,7 +199,7 @@ def dequantized(
         row = torch.arange(form.out_features, device=words.device) // form.rows
         if zero is not None:
             weight = weight - zero.to(torch.float32)[row][:, column]
-        stored = scale.t().contiguous() if form.scale.startswith("packed") else scale
+        stored = scale.t().contiguous() if form.is_packed else scale
         weight = weight * _multipliers(stored, form)[row][:, column]
     return weight if row_scale is None else weight * row_scale[:, None]
 

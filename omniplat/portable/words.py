@@ -15,6 +15,9 @@ import torch.nn.functional as F
 #: Columns of one part: the group of MX schemes. NVFP4's is half of it.
 DEPTH = 32
 
+#: Elements whose codes are no numbers.
+TABLES = ("nf4", "fp4_bnb")
+
 #: Bits of a code, as a mask, and how far to the left of their place in the code they lie in the word.
 Moves = tuple[tuple[int, int], ...]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omniplat.oracle.codecs import element_values
-from omniplat.portable.words import moves_of
+from omniplat.portable.words import TABLES, moves_of
 
 #: (element, bf16) -> how far to the left the wider float has a code's sign and its magnitude; what mends the exponent.
 _FLOATS: dict[tuple[str, bool], tuple[int, int, int]] = {
@@ -35,7 +35,6 @@ _INTEGERS: dict[tuple[str, bool], tuple[int, float, float]] = {
     ("int8", False): (0x6400, 1024.0, -128.0),
     ("uint8", False): (0x6400, 1024.0, 0.0),
 }
-_TABLES = ("nf4", "fp4_bnb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ def decoder(element: str, bits: int, bf16: bool, zero: bool, scale: str) -> Deco
         return _float(element, bits, bf16, scale)
     if (element, bf16) in _INTEGERS:
         return _integer(element, bits, parts, bf16, zero)
-    if element in _TABLES and bf16:
+    if element in TABLES and bf16:
         return _table(element)
     return None
 
@@ -77,9 +76,8 @@ def _twice(half: int) -> str:
 
 
 def _made(parts: int, inputs: str, extra: str, names: str, lines: list[str]) -> Decoder:
-    registers = f".reg .b32 {names}; " if names else ""
     constraints = ",".join(["=r"] * parts + ["r", *inputs])
-    return Decoder("{ " + registers + " ".join(lines) + " }", constraints, extra)
+    return Decoder(f"{{ .reg .b32 {names}; {' '.join(lines)} }}", constraints, extra)
 
 
 def _shifted(to: str, by: int) -> str:
