@@ -201,6 +201,7 @@ MOE_A16 = Capability(
     shapes=_MOE,
     requires=(HUMMING, TRITON),
     priority=20,
+    refuses=("group_index", "pre_scale"),
     impl=f"{_EXPERTS}:HummingExperts",
 )
 MOE_BY_ROW = Capability(
@@ -214,6 +215,7 @@ MOE_BY_ROW = Capability(
     shapes=_MOE,
     requires=(HUMMING, TRITON),
     priority=20,
+    refuses=("group_index", "pre_scale"),
     impl=f"{_EXPERTS}:HummingExpertsByRow",
 )
 MOE_TURING = Capability(
@@ -227,6 +229,7 @@ MOE_TURING = Capability(
     shapes=_MOE,
     requires=(HUMMING, TRITON),
     priority=20,
+    refuses=("group_index", "pre_scale"),
     impl=f"{_EXPERTS}:HummingExpertsTuring",
 )
 
