@@ -13,10 +13,10 @@ import torch
 from omniplat.portable.quantize import has_triton
 from omniplat.runtime.kernel import encode_config
 from omniplat.runtime.layers import QuantExperts, QuantLinear
+from omniplat.runtime.tensors import DTYPES
 
 #: Numbers of tokens that layers are compiled for where nobody says which: kernels take larger tiles at powers of two.
 TOKENS = tuple(2**power for power in range(13))
-_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 Layer = QuantLinear | QuantExperts
 
 
@@ -74,7 +74,7 @@ def _call(layer: Layer, count: int, out: TextIO) -> None:
     """Call it with any numbers at all."""
     spec, device = layer.spec, _device(layer)
     try:
-        x = torch.zeros(count, spec.in_features, dtype=_DTYPES.get(spec.dtype, torch.bfloat16), device=device)
+        x = torch.zeros(count, spec.in_features, dtype=DTYPES[spec.dtype], device=device)
         if isinstance(layer, QuantLinear):
             layer(x)
             return

@@ -19,7 +19,7 @@ import torch
 import triton
 
 from omniplat.errors import BackendLoadError
-from omniplat.portable.launch import Launch, collected
+from omniplat.portable.launch import Launch, collected, first_tensor
 
 Progress = Callable[[int, int], None]
 #: The front end of Triton's compiler is Python's and takes its lock: more threads than this would wait for it.
@@ -100,9 +100,8 @@ class _Needed:
         self._kernels: dict[int, _Kernel] = {}
 
     def collect(self, launch: Launch, arguments: Sequence[Any]) -> None:
-        device = next(value.device for value in arguments if isinstance(value, torch.Tensor))
         found = launch.compile(arguments)
-        self._kernels[id(found)] = _Kernel(launch.name, device, found)
+        self._kernels[id(found)] = _Kernel(launch.name, first_tensor(arguments).device, found)
 
     def compiled(self) -> list[_Kernel]:
         return [kernel.compiled() for kernel in self._kernels.values()]

@@ -146,7 +146,7 @@ class Launch:
     @staticmethod
     def _filled(tensors: Sequence[Any], numbers: Sequence[float]) -> tuple[Any, ...]:
         """The arguments as Triton takes them: it knows no pointer to nothing, so one to anything stands for it."""
-        anything = _first_tensor(tensors)
+        anything = first_tensor(tensors)
         return (*(anything if tensor is None else tensor for tensor in tensors), *numbers)
 
     def _through_triton(self, grid: Grid, arguments: Sequence[Any]) -> Any:
@@ -164,14 +164,14 @@ class Launch:
             self._direct = False
 
 
-def _first_tensor(arguments: Sequence[Any]) -> torch.Tensor:
+def first_tensor(arguments: Sequence[Any]) -> torch.Tensor:
     """What is no tensor among them is a descriptor of one, or a number."""
     return next(value for value in arguments if isinstance(value, torch.Tensor))
 
 
 def _device_of(arguments: Sequence[Any]) -> AbstractContextManager[None]:
     """Makes the device of the first tensor the current one; nothing for devices that are not torch.cuda's."""
-    return torch.cuda.device_of(_first_tensor(arguments))  # type: ignore[no-untyped-call]
+    return torch.cuda.device_of(first_tensor(arguments))  # type: ignore[no-untyped-call]
 
 
 @lru_cache(maxsize=4096, typed=True)

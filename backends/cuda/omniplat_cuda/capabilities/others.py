@@ -29,6 +29,7 @@ BITSANDBYTES_4BIT = Capability(
     requires=(BITSANDBYTES,),
     priority=4,
     rounds_before_bias=True,
+    refuses=("pre_scale",),
     variants=("gemm_4bit", "dequantize"),
     impl="omniplat_cuda.kernels.bitsandbytes:BitsAndBytes4Bit",
 )

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
 from omniplat.layer import LayerSpec
-from omniplat.oracle.codecs import element_values
+from omniplat.portable.word_weights import code_values
 from omniplat.runtime.finite import e8m0_scale, fp8_codes
 from omniplat.runtime.tensors import DTYPES, WeightTensors
 
@@ -48,7 +48,6 @@ _CODES = {
     "int8_bnb": ("uint8", 8),
 }
 _SCALES = {"e8m0": "float8e8m0", "e4m3": "float8e4m3"}
-_SCALE_DTYPES = {"float8e8m0": torch.float8_e8m0fnu, "float8e4m3": torch.float8_e4m3fn, "float32": torch.float32}
 _FLOATS = {"bf16": "bfloat16", "f16": "float16"}
 
 
@@ -87,7 +86,7 @@ class HummingForm:
     @property
     def offset(self) -> int:
         """What is added to integers so that none is negative."""
-        return 1 << (self.bits - 1) if self.element.startswith("int") else 0
+        return _offset(self.element)
 
     @property
     def padded(self) -> tuple[int, int]:
@@ -165,10 +164,14 @@ def _zero_of(weight: WeightTensors, spec: LayerSpec) -> str:
     raise UnsupportedCombinationError("cuda", spec.op, weight.scheme.id, [spec.name], [reason])
 
 
+def _offset(element: str) -> int:
+    """What codes of an element are held above their smallest by."""
+    return 1 << (_CODES[element][1] - 1) if element.startswith("int") else 0
+
+
 def _shifted_zero(zero: torch.Tensor, element: str) -> torch.Tensor:
     """Zero points of codes above their smallest, f32."""
-    bits = _CODES[element][1]
-    return zero.to(torch.float32) + (1 << (bits - 1) if element.startswith("int") else 0)
+    return zero.to(torch.float32) + _offset(element)
 
 
 def input_tensors(weight: WeightTensors, form: HummingForm, name: str) -> dict[str, torch.Tensor]:
@@ -258,7 +261,7 @@ def dequantized(tensors: dict[str, torch.Tensor], form: HummingForm) -> torch.Te
     rows, columns = form.padded
     codes = _unpacked(tensors["weight"], form.bits)
     if form.element.startswith("fp"):
-        weight = _values(form.element).to(codes.device)[codes.to(torch.int64)]
+        weight = code_values(form.element).to(codes.device)[codes.to(torch.int64)]
     else:
         weight = codes.to(torch.float32)
         groups = columns // form.group if form.group else 1
@@ -286,8 +289,3 @@ def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 [R, W] to codes uint8 [R, W * 32 / bits]."""
     stored = words.view(torch.uint8)
     return stored if bits == 8 else torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)
-
-
-@lru_cache(maxsize=8)
-def _values(element: str) -> torch.Tensor:
-    return torch.tensor([float(value) for value in element_values(element)], dtype=torch.float32)

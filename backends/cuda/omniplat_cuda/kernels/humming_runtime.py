@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
@@ -142,10 +142,9 @@ class _Kernels:
 _KERNELS = _Kernels()
 
 
-def compile_ahead(keys: Iterable[Key]) -> dict[Key, BaseException | None]:
-    """Compile kernels beside each other, and wait for them: what each failed with, None for those that did not."""
-    asked = {key: _KERNELS.ask(key) for key in keys}
-    return {key: future.exception() for key, future in asked.items()}
+def compile_ahead(keys: Iterable[Key]) -> None:
+    """Compile kernels beside each other, and wait for them; what failed is raised where it is used."""
+    wait([_KERNELS.ask(key) for key in keys])
 
 
 class _Locks:

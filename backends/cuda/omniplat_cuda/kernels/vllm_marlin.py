@@ -29,8 +29,6 @@ class MarlinConfig:
     """`weight_type` is a key of `vllm_ops.TYPE_IDS`."""
 
     weight_type: str
-    out_features: int
-    in_features: int
 
 
 class _Marlin(LinearKernel[MarlinConfig]):
@@ -59,7 +57,7 @@ class _Marlin(LinearKernel[MarlinConfig]):
         }
         if "pre_scale" in weight.tensors:
             tensors["pre_scale"] = weight.tensors["pre_scale"].to(torch.float32).reshape(-1).contiguous()
-        return Prepared(tensors, MarlinConfig(self._type(weight), weight.out_features, weight.in_features))
+        return Prepared(tensors, MarlinConfig(self._type(weight)))
 
     def apply(
         self,
