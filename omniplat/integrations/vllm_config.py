@@ -117,8 +117,8 @@ class OmniplatConfig(QuantizationConfig):  # type: ignore[misc]
 
     @property
     def native_problem(self) -> str:
-        """The engine's error; "" where it has a config, or knows no such method."""
-        return self._native_problem
+        """Why the engine has no config of its own; "" where it has one."""
+        return "" if self._native is not None else self._native_problem or "it has no such method"
 
     # -- names --------------------------------------------------------------------------------------------------
 

@@ -77,6 +77,5 @@ def _stock(metadata: Mapping[str, Any] | None) -> _Stock:
     if isinstance(made, AskingConfig):
         return _Stock(Native(method, made.stock_config()), hooked=True)
     if isinstance(made, OmniplatConfig):
-        native_problem = "" if made.native is not None else made.native_problem or "it has no such method"
-        return _Stock(Native(method, made.native, native_problem), hooked=True)
+        return _Stock(Native(method, made.native, made.native_problem), hooked=True)
     return _Stock(Native(method, made), hooked=False)

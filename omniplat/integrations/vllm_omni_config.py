@@ -8,7 +8,6 @@ is applied to those in 16 bit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 from torch.nn import Module
@@ -24,8 +23,9 @@ from omniplat.integrations.online_layers import OnlineChoice, as_quantized, choo
 from omniplat.integrations.vllm import method_for
 from omniplat.integrations.vllm_config import OmniplatConfig
 from omniplat.integrations.vllm_names import EngineLayers
+from omniplat.integrations.vllm_omni_gap import quantized_components, surface_of
 from omniplat.integrations.vllm_plan import plan_for_engine
-from omniplat.integrations.vllm_probe import ModelSurface, gap
+from omniplat.integrations.vllm_probe import gap
 from omniplat.online import METHODS, ignored_by, parse_method
 from omniplat.planner import Planned, PlannedLayer
 from omniplat.runtime.kernel import Workspaces
@@ -40,6 +40,11 @@ _EXCLUDING = (
     *("ignored_layers", "modules_to_not_convert", "ignore", "exclude", "exclude_modules", "skip_modules"),
     "llm_int8_skip_modules",
 )
+
+
+def options_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata but for the name of its method: what vllm-omni hands to a builder."""
+    return {key: value for key, value in metadata.items() if key not in ("quant_method", "method")}
 
 
 class OmniplatDiffusionConfig(OmniplatConfig):
@@ -86,12 +91,12 @@ class OmniplatDiffusionConfig(OmniplatConfig):
         """vllm-omni's loader asks whether weights are of use as they are stored: then a model that is to be offloaded
         is loaded into host memory, and ranks copy one rank's parameters. Neither is possible: a layer is made on the
         device, by every rank from the tensors that come."""
-        return not self.takes_layers and bool(getattr(self._native, "is_checkpoint_quantized", False))
+        return bool(self._of_native("is_checkpoint_quantized"))
 
     @property
     def data_type(self) -> str | None:
         """As `is_checkpoint_quantized`, of AutoRound's configs."""
-        return None if self.takes_layers else getattr(self._native, "data_type", None)
+        return self._of_native("data_type")
 
     @property
     def takes_linears(self) -> bool:
@@ -111,8 +116,8 @@ class OmniplatDiffusionConfig(OmniplatConfig):
         self._workspaces = Workspaces()
         planned = plan_for_engine(model_name, revision)
         chosen = self._chosen(planned)
-        quantized = {item.layer.component for item in planned.layers if item.layer.status != "unquantized"}
-        if quantized & set(chosen):
+        quantized = quantized_components(planned)
+        if not set(quantized).isdisjoint(chosen):
             require_runnable(planned.plan)
             if self._method not in (METHOD, "inc", "auto_round", "modelopt"):
                 require_method(planned.plan, _DIALECTS.get(self._method, self._method))
@@ -173,6 +178,10 @@ class OmniplatDiffusionConfig(OmniplatConfig):
             raise AttributeError(f"{type(self).__name__} has no {name}")
         return getattr(native, name)
 
+    def _of_native(self, name: str) -> Any | None:
+        """What vllm-omni's own config says of layers, which holds where they are its own."""
+        return None if self.takes_layers else getattr(self._native, name, None)
+
     def _native_method(self, layer: Module, prefix: str) -> QuantizeMethodBase | None:
         if self._native is None:
             return None
@@ -207,9 +216,7 @@ class OmniplatDiffusionConfig(OmniplatConfig):
         same = tuple(
             name
             for name, found in metadata.items()
-            if isinstance(found, Mapping)
-            and self._options
-            and {key: value for key, value in found.items() if key not in ("quant_method", "method")} == self._options
+            if isinstance(found, Mapping) and self._options and options_of(found) == self._options
         )
         transformers = tuple(name for name in metadata if name == "" or name.startswith(("transformer", "unet")))
         return same or transformers or tuple(metadata)
@@ -291,9 +298,8 @@ class OmniplatDiffusionConfig(OmniplatConfig):
             if not any(not item.packed.spec.scheme.is_unquantized for item in asked):
                 continue
             if self._native is None:
-                return self._native_problem or "it has no such method"
-            surface = ModelSurface(SimpleNamespace(**{"model_type": "", **layers.component.config}))
-            if problem := gap(asked, layers.family, self._native, surface):
+                return self.native_problem
+            if problem := gap(asked, layers.family, self._native, surface_of(layers.component)):
                 return problem
         return ""
 

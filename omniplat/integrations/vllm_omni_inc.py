@@ -21,9 +21,9 @@ class OmniplatStoredConfig(OmniplatDiffusionConfig, OmniINCConfig):  # type: ign
     @property
     def is_mxfp(self) -> bool:
         """Whether AutoRound's own methods would run MX formats: not those of layers that are omniplat's."""
-        return not self.takes_layers and bool(getattr(self._native, "is_mxfp", False))
+        return bool(self._of_native("is_mxfp"))
 
     @property
     def is_mxfp8(self) -> bool:
         """As `is_mxfp`."""
-        return not self.takes_layers and bool(getattr(self._native, "is_mxfp8", False))
+        return bool(self._of_native("is_mxfp8"))

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.modelopt import (
 from omniplat.errors import InvalidCheckpointError, OmniplatError, UnsupportedOptionError
 from omniplat.integrations.dispatch import ALL, LOGGER, dispatch_mode
 from omniplat.integrations.vllm_native import is_asking
-from omniplat.integrations.vllm_omni_config import OmniplatDiffusionConfig
+from omniplat.integrations.vllm_omni_config import OmniplatDiffusionConfig, options_of
 from omniplat.integrations.vllm_omni_gap import native_gap, quantized_components
 from omniplat.integrations.vllm_plan import plan_for_engine
 
@@ -29,7 +29,6 @@ logger = init_logger(LOGGER)
 
 #: By these vllm-omni's loader tells that it has to change the weights of a stock layer on their way.
 _SERIALIZED = ("is_checkpoint_fp8_serialized", "is_checkpoint_nvfp4_serialized")
-_METHOD_KEYS = ("quant_method", "method")
 
 
 class AskingConfig(QuantizationConfig):  # type: ignore[misc]
@@ -51,9 +50,8 @@ class AskingConfig(QuantizationConfig):  # type: ignore[misc]
         super().maybe_update_config(model_name, hf_config=hf_config, revision=revision)
         if hf_config is not None or self._metadata is None or self._own is not None or is_asking():
             return
-        options = {key: value for key, value in self._metadata.items() if key not in _METHOD_KEYS}
         mode = dispatch_mode()
-        own = OmniplatDiffusionConfig("modelopt", options, mode, self.stock_config())
+        own = OmniplatDiffusionConfig("modelopt", options_of(self._metadata), mode, self.stock_config())
         try:
             own.maybe_update_config(model_name, revision=revision)
         except OmniplatError as error:

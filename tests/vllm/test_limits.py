@@ -120,9 +120,9 @@ def test_routers_run_quantized(one_rank: None, tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", [qwen2_moe, qwen3_moe, qwen3_next])
 def test_gates_of_shared_experts_are_built_plain(module: ModuleType) -> None:
     source = inspect.getsource(module)
-    for built in re.findall(r"shared_expert_gate = ReplicatedLinear\((.*?)\n +\)", source, re.DOTALL):
-        assert "quant_config=None" in built
-    assert "shared_expert_gate = ReplicatedLinear(" in source
+    built = re.findall(r"shared_expert_gate = ReplicatedLinear\((.*?)\n +\)", source, re.DOTALL)
+    assert built
+    assert all("quant_config=None" in arguments for arguments in built)
 
 
 def test_vocabulary_layers_are_no_linear_layers() -> None:

@@ -22,7 +22,7 @@ from omniplat.errors import UsageError
 from omniplat.integrations.vllm_config import OmniplatConfig
 from omniplat.integrations.vllm_loading import MEMBER, attach
 from tests.vllm.checks import folder_of, inputs
-from tests.vllm.engine import Model, build, engine, load
+from tests.vllm.engine import ExpertLayer, Model, engine, load
 from tests.vllm.test_limits import EXAMPLE
 
 STORED = "lc-qwen3-mixed-fp8-w4-mxfp4"
@@ -30,10 +30,15 @@ EXPERTS = "lc-qwen3moe-mxfp4"
 EVERYTHING = frozenset({"attention", "mlp", "down"})
 
 
-def loaded(name: str, only: frozenset[str]) -> Model:
+def built(name: str) -> nn.Module:
     folder = folder_of(name)
-    model = build(json.loads((folder / "config.json").read_text()), OmniplatConfig(make_planned(folder, "cpu")), only)
-    load(model, folder)
+    config, quant = json.loads((folder / "config.json").read_text()), OmniplatConfig(make_planned(folder, "cpu"))
+    return ExpertLayer(config, quant) if name == EXPERTS else Model(config, quant, EVERYTHING)
+
+
+def loaded(name: str) -> nn.Module:
+    model = built(name)
+    load(model, folder_of(name))
     return model
 
 
@@ -59,11 +64,11 @@ def tensors_behind(module: nn.Module) -> Iterator[torch.Tensor]:
 # --- sleep mode --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "only"), [(STORED, EVERYTHING), (EXPERTS, frozenset({"experts"}))])
-def test_all_that_a_layer_holds_is_in_its_buffers(name: str, only: frozenset[str], one_rank: None) -> None:
+@pytest.mark.parametrize("name", [STORED, EXPERTS])
+def test_all_that_a_layer_holds_is_in_its_buffers(name: str, one_rank: None) -> None:
     """Level 1 of sleep mode keeps all memory that was taken while loading; level 2 keeps buffers, and nothing else."""
     with engine(1):
-        model = loaded(name, only)
+        model = loaded(name)
     found = members(model)
     assert found
     for member in found:
@@ -81,7 +86,7 @@ def test_level_two_wakes_up_with_the_same_layers(one_rank: None) -> None:
     assert "name: buffer.cpu().clone() for name, buffer in model.named_buffers()" in source
     assert "buffer.data.copy_(self._sleep_saved_buffers[name].data)" in source
     with engine(1), torch.no_grad():
-        model = loaded(STORED, EVERYTHING)
+        model = loaded(STORED)
         layers = [module for module in model.modules() if hasattr(module, MEMBER)]
         xs = [next(inputs(layer.input_size)) for layer in layers]
         before = [layer(x)[0] for layer, x in zip(layers, xs, strict=True)]
@@ -150,17 +155,14 @@ def test_layers_go_to_the_host_as_they_are_made(name: str, one_rank: None) -> No
     """vllm-omni's loader asks quantization methods for it; without, the whole model would be on the device first."""
     from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
 
-    folder = folder_of(name)
-    only = EVERYTHING if name == STORED else frozenset({"attention", "experts"})
     with engine(1):
-        config = OmniplatConfig(make_planned(folder, "cpu"))
-        model = build(json.loads((folder / "config.json").read_text()), config, only)
+        model = built(name)
         layers = [module for module in model.modules() if hasattr(module, "quant_method")]
         assert DiffusersPipelineLoader._request_offload_after_quant(model) == len(layers)
         assert all(layer.quant_method._loading.to_host for layer in layers)
         # Nor are they on the list of methods that ranks cannot share while they offload, which are to be on `meta`.
         assert DiffusersPipelineLoader._unsupported_dlo_allgather_online_quant_methods(model) == ()
-        load(model, folder)
+        load(model, folder_of(name))
     assert len(members(model)) == len(layers)
     for to_host in (False, True):
         layer = nn.Module()
