@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from omniplat.errors import UsageError
+from omniplat.runtime.operators import new_library, register
 
-_LIBRARY = torch.library.Library("omniplat", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("checked_ids(Tensor topk_ids, int experts) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY = new_library()
 
 
 def checked_ids(topk_ids: torch.Tensor, experts: int) -> torch.Tensor:
@@ -41,6 +41,9 @@ def _fake(topk_ids: torch.Tensor, experts: int) -> torch.Tensor:
     return torch.empty_like(topk_ids)
 
 
-_LIBRARY.impl("checked_ids", _on_device, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("checked_ids", _on_cpu, "CPU")  # type: ignore[no-untyped-call]
-torch.library.register_fake("omniplat::checked_ids", _fake, lib=_LIBRARY)
+register(
+    _LIBRARY,
+    "checked_ids(Tensor topk_ids, int experts) -> Tensor",
+    {"CompositeExplicitAutograd": _on_device, "CPU": _on_cpu},
+    _fake,
+)

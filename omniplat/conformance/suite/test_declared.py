@@ -56,17 +56,18 @@ def _moe(subject: Subject, profile: str) -> Iterable[Case]:
 
 
 def _roles(subject: Subject, profile: str) -> Iterable[Case]:
-    """Weights with an optional role: smoothing, an order of columns."""
+    """Weights with what a scheme does not say: smoothing, an order of columns, zero points between integers."""
     for case in representative(subject, "linear"):
         if case.scheme.weight.element != "bf16" and not case.scheme.weight.element.startswith("gguf_"):
             yield replace(case, scheme=replace(case.scheme, pre_scale=True), variant="pre_scale")
     for capability in subject.spec.capabilities:
-        for scheme in schemes_of(subject, capability, "full") if capability.op == "linear" else ():
+        schemes = schemes_of(subject, capability, "full") if capability.op == "linear" else ()
+        for scheme in schemes:
             quant = scheme.weight
             if quant.granularity == "group" and quant.is_integer and quant.scale_format == "f32":
                 yield case_of(capability, scheme, k=4 * quant.group_size, variant="group_index")
                 break
-        for scheme in schemes_of(subject, capability, "full") if capability.op == "linear" else ():
+        for scheme in schemes:
             if scheme.weight.is_integer and not scheme.weight.symmetric:
                 yield case_of(capability, scheme, variant="fractional zero points")
                 break

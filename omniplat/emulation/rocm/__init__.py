@@ -6,6 +6,7 @@ release. Written from ROCm/aiter at e4048607 and its tags.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -23,9 +24,9 @@ from omniplat.emulation.schemas import of_version
 def _get_hip_quant(emulation: Emulation, qType: experts.QuantType) -> Callable[..., Any]:
     if qType != experts.QuantType.per_1x32:
         raise VendorError("aiter.get_hip_quant", f"{qType} is not emulated")
-    here = {schema.name: schema for schema in of_version(FUNCTIONS, str(emulation.version))}
-    schema = here.get("per_1x32_mx_quant_hip", here["per_1x32_f4_quant_hip"])
-    return stand_in(schema, quantizers.per_1x32_f4_quant_hip, emulation)
+    package = sys.modules["aiter"]
+    found: Callable[..., Any] = getattr(package, "per_1x32_mx_quant_hip", package.per_1x32_f4_quant_hip)
+    return found
 
 
 _IMPLEMENTATIONS: dict[str, Implementation] = {

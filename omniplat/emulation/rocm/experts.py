@@ -202,12 +202,9 @@ class _Quantization:
 
     def dequantized_input(self, x: torch.Tensor) -> torch.Tensor:
         """f32 [M, K], as the products see `x`."""
-        if self.is_mxfp8:
-            elements, bytes_ = mxfp8(x)
-            return scaled_groups(elements.to(torch.float32), e8m0_values(bytes_))
         if self._kind == QuantType.per_1x32:
-            codes, scale = mxfp4(x, rule_of(self._emulation))
-            return scaled_groups(e2m1_values(unpack_nibbles(codes)), e8m0_values(scale))
+            codes, scale = mxfp8(x) if self.is_mxfp8 else mxfp4(x, rule_of(self._emulation))
+            return scaled_groups(self._elements(codes), e8m0_values(scale))
         rows, columns = x.shape
         groups = x.reshape(-1, _BLOCK) if self._kind == QuantType.per_1x128 else x
         quantized, scale = per_token(groups, self._dtype)

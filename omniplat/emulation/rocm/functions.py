@@ -1,7 +1,7 @@
 """Signatures of the functions of AITER that the rocm backend calls, as data: release by release, without annotations.
 
-Read from the tags of ROCm/aiter, and compared with the genuine wheel by tests/emulation/genuine.py. A signature without
-an upper bound is that of every newer release until a comparison shows otherwise.
+Read from the tags of ROCm/aiter, and compared with the genuine wheel by tests/emulation/genuine_python.py. A signature
+without an upper bound is that of every newer release until a comparison shows otherwise.
 """
 
 from __future__ import annotations

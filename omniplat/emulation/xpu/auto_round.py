@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from omniplat.emulation.core import Emulation, VendorError
+from omniplat.emulation.microscaling import pack_nibbles, unpack_nibbles
 from omniplat.emulation.schemas import OpSchema
 
 _MODULE = "auto_round_kernel"
@@ -87,8 +88,7 @@ def repack_quantized_weight(
         return torch.full((form.blob_bytes(),), -1, dtype=torch.int8)
     rows = codes.t()
     if weight_type == "int4":
-        raised = (rows + 8).to(torch.uint8)
-        rows = (raised[:, 0::2] & 15) | (raised[:, 1::2] << 4)
+        rows = pack_nibbles((rows + 8).to(torch.uint8) & 15)
     packed = (rows.contiguous(), scale.t().contiguous())
     return torch.cat([tensor.view(torch.int8).reshape(-1) for tensor in packed])
 
@@ -135,7 +135,7 @@ def _unpacked(blob: torch.Tensor, form: _Form) -> tuple[torch.Tensor, torch.Tens
     """Codes [N, K] and scales [N, K/g], f32."""
     held = blob[: form.code_bytes].view(torch.uint8).reshape(form.n, -1)
     if form.weight_type == "int4":
-        codes = torch.stack((held & 15, held >> 4), dim=2).flatten(1).to(torch.float32) - 8
+        codes = unpack_nibbles(held).to(torch.float32) - 8
     else:
         codes = held.view(torch.int8).to(torch.float32)
     stored = blob[form.code_bytes : form.blob_bytes()].contiguous().view(_DTYPES[form.scale_type])

@@ -47,12 +47,16 @@ def in_nz(tensor: torch.Tensor) -> torch.Tensor:
 
 def int4_as_integers(weight: WeightTensors) -> torch.Tensor:
     """int8 [..., N, K] of int4 codes [..., N, K/2]: the same numbers, in twice the bytes."""
-    stored = weight.tensors["codes"].view(torch.uint8)
+    stored = weight.tensors["codes"]
     codes = torch.empty((*stored.shape[:-1], weight.in_features), dtype=torch.int8, device=stored.device)
-    # The upper nibble keeps its sign when it is shifted down; the lower one is shifted up first.
-    codes[..., 0::2] = (stored << 4).view(torch.int8) >> 4
-    codes[..., 1::2] = stored.view(torch.int8) >> 4
+    codes[..., 0::2], codes[..., 1::2] = _signed_halves(stored)
     return codes
+
+
+def _signed_halves(stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 numbers in the lower and in the upper nibbles of bytes of int4 codes."""
+    # The upper nibble keeps its sign when it is shifted down; the lower one is shifted up first.
+    return (stored.view(torch.uint8) << 4).view(torch.int8) >> 4, stored.view(torch.int8) >> 4
 
 
 def weight_only(weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
@@ -115,12 +119,17 @@ def mxfp4_as_int8(weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Ten
 def packed_along_rows(words: torch.Tensor) -> torch.Tensor:
     """int32 [E, K, N/8] of int4 codes that lie as int32 [E, N, K/8]: packed along the other axis, expert by expert."""
     packed = []
-    shifts = 4 * torch.arange(8, dtype=torch.int32, device=words.device)
     for stack in words:
-        nibbles = (stack.unsqueeze(-1) >> shifts) & 0xF
-        signed = torch.where(nibbles >= 8, nibbles - 16, nibbles).flatten(-2)
+        nibbles = _nibbles(stack)
+        signed = torch.where(nibbles >= 8, nibbles - 16, nibbles)
         packed.append(torch.ops.npu.npu_convert_weight_to_int4pack(signed.t().contiguous()))
     return torch.stack(packed)
+
+
+def _nibbles(words: torch.Tensor) -> torch.Tensor:
+    """int32 [..., 8 W] from 0 to 15 of words [..., W], the lowest bits first."""
+    shifts = 4 * torch.arange(8, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> shifts) & 0xF).flatten(-2)
 
 
 #: Rows of K that share a scale in the vendor's product of int4 by int8.
@@ -145,7 +154,7 @@ def int4_by_int8(weight: WeightTensors) -> dict[str, torch.Tensor]:
     scale = torch.ldexp(scale, -exponent)
     assist = torch.empty(scale.shape[:-1], dtype=torch.float32, device=scale.device)
     for expert, codes in enumerate(weight.tensors["codes"]):
-        low, high = (codes.view(torch.uint8) << 4).view(torch.int8) >> 4, codes.view(torch.int8) >> 4
+        low, high = _signed_halves(codes)
         sums = (low.to(torch.int32) + high).view(*codes.shape[:-1], -1, INT4_GROUP // 2).sum(-1)
         assist[expert] = 8 * (sums * scale[expert]).sum(-1)
     return {
@@ -156,8 +165,8 @@ def int4_by_int8(weight: WeightTensors) -> dict[str, torch.Tensor]:
     }
 
 
-#: Values of e2m1 codes, the sign in the highest bit.
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+#: Values of e2m1 codes, the sign in the highest bit; of zero as well.
+_FP4 = (*(value / 2 for value in _DOUBLED_FP4), *(value / -2 for value in _DOUBLED_FP4))
 
 
 def fp4_words_in_nz(words: torch.Tensor) -> torch.Tensor:
@@ -165,9 +174,11 @@ def fp4_words_in_nz(words: torch.Tensor) -> torch.Tensor:
 
     The operator that packs takes numbers in float32, and gives float32 whose bits these words are.
     """
-    shifts = 4 * torch.arange(8, dtype=torch.int32, device=words.device)
-    codes = ((words.unsqueeze(-1) >> shifts) & 0xF).flatten(-2)
-    numbers = torch.tensor(_FP4, device=words.device)[codes.to(torch.int64)]
+    return _fp4_in_nz(_nibbles(words))
+
+
+def _fp4_in_nz(codes: torch.Tensor) -> torch.Tensor:
+    numbers = torch.tensor(_FP4, device=codes.device)[codes.to(torch.int64)].contiguous()
     laid_out = torch.ops.npu.npu_format_cast(numbers, FRACTAL_NZ, customize_dtype=torch.bfloat16)
     packed: torch.Tensor = torch.ops.npu.npu_convert_weight_to_int4pack(laid_out)
     return packed.view(torch.int32)
@@ -178,6 +189,6 @@ def fp4_by_sixteen_bits(weight: WeightTensors, spec: LayerSpec) -> dict[str, tor
     NaN among scales."""
     scale = e8m0_scale(weight.tensors["scale"], spec.name)
     return {
-        "codes": fp4_words_in_nz(packed_along_rows(nibble_words(weight))),
+        "codes": _fp4_in_nz(_nibbles(nibble_words(weight)).transpose(1, 2)),
         "scale": scale.transpose(1, 2).contiguous(),
     }
