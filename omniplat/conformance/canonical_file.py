@@ -52,27 +52,38 @@ def write_canonical(
     exceptions: Mapping[str, Scheme] | None = None,
     dtype: str = "bf16",
 ) -> Written:
-    """Write the model with every module in `scheme` but those in `exceptions` (whole names)."""
+    """Write the model with random weights: every module in `scheme` but those in `exceptions` (whole names)."""
     rng = np.random.default_rng(0)
-    weights: dict[str, CanonicalWeight] = {}
+    weights = {
+        name: random_weight((exceptions or {}).get(name, scheme), rows, columns, rng, stored=dtype)
+        for name, (rows, columns) in modules_of(sizes).items()
+    }
+    return write_weights(folder, weights, sizes, dtype=dtype)
+
+
+def write_weights(
+    folder: Path, weights: Mapping[str, CanonicalWeight], sizes: Sizes, *, dtype: str = "bf16"
+) -> Written:
+    """Write the model with a weight for each of `modules_of(sizes)`."""
+    kept = {name: _storable(weight) for name, weight in weights.items()}
     tensors: dict[str, Array] = {"model.norm.weight": np.ones(sizes.hidden, ml_dtypes.bfloat16)}
-    for name, (rows, columns) in modules_of(sizes).items():
-        used = (exceptions or {}).get(name, scheme)
-        weights[name] = weight = _storable(random_weight(used, rows, columns, rng, stored=dtype))
+    for name, weight in kept.items():
         tensors |= {f"{name}.{role}": array for role, array in _stored(weight).items()}
     write_files(folder, model_config(sizes, _CONFIG_DTYPES[dtype]), tensors)
-    return Written(folder, weights, sizes)
+    return Written(folder, kept, sizes)
 
 
-def plan_canonical(written: Written, subject: Subject, capability: Capability) -> Planned:
-    """Plan the file for the backend under test, as if it had this capability alone: none hides behind a better one."""
+def plan_canonical(written: Written, subject: Subject, capability: Capability | None, *, tp: int = 1) -> Planned:
+    """Plan the file for the backend under test, as if it had this capability alone: none hides behind a better one.
+    With None all of them compete, as in every other plan."""
     checkpoint = open_checkpoint(written.folder)
     (component,) = checkpoint.components
     modules = tuple(_module(name, weight, component.tensors) for name, weight in written.weights.items())
     resolution = Resolution(component, "canonical", modules, (), ModuleIndex(written.weights))
     registry = default_registry()
     families = [family for name in registry.names(MODELS) for family in registry.load(MODELS, name)]
-    target = Target(replace(subject.spec, capabilities=(capability,)), subject.device)
+    spec = replace(subject.spec, capabilities=(capability,)) if capability is not None else subject.spec
+    target = Target(spec, subject.device, tp)
     return plan_resolved(checkpoint, (resolution,), target, families)
 
 

@@ -143,7 +143,7 @@ def load_moe(
         gate = loader.linear(block.shared_gate) if block.shared_gate else None
     bias = block.correction_bias
     correction = to_tensor(np.array(reader.read(bias)).reshape(-1)).to(device) if bias is not None else None
-    mapping = _expert_map(moe.experts, rank, device) if rank.ep_size > 1 else None
+    mapping = expert_map_of(moe.experts, rank, device) if rank.ep_size > 1 else None
     return QuantMoE(
         block.name,
         moe,
@@ -166,7 +166,7 @@ def load_moe_layers(
             yield layer.name, layer
 
 
-def _expert_map(experts: int, rank: Rank, device: torch.device | None) -> torch.Tensor:
+def expert_map_of(experts: int, rank: Rank, device: torch.device | None) -> torch.Tensor:
     """int32 [experts]: the index among the rank's own experts, -1 for those of others."""
     held = expert_range(experts, rank)
     mapping = torch.full((experts,), -1, dtype=torch.int32)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +10,9 @@ import torch.distributed
 from safetensors.torch import save_file
 
 from omniplat.runtime.tensors import to_tensor
+from tests.distributed.processes import run_ranks
 from tests.support.moe import FAMILIES, INNER, Source, write
 
-ROOT = Path(__file__).parents[2]
 SIZE = 2
 #: Scheme of a pair of linear layers -> the family whose metadata says so.
 PAIRS = {"mxfp4": "qwen2", "fp8": "deepseek"}
@@ -46,25 +43,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     for family in FAMILIES:
         write(root / family, family, seed=2)
     jobs = json.dumps([(case, str(root / folder)) for case, folder in JOBS])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.worker", jobs, str(rank), str(SIZE), str(root / "rendezvous")],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(SIZE)
-    ]
-    try:
-        outputs = [process.communicate(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, err) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, err
-    return [json.loads(out) for out, _ in outputs]
+    return [json.loads(out) for out in run_ranks("tests.distributed.worker", [jobs], root, SIZE)]
 
 
 def test_gloo_is_here() -> None:
