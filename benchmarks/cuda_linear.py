@@ -96,15 +96,16 @@ def weight_of(scheme: Scheme, n: int, k: int) -> tuple[CanonicalWeight, torch.Te
     return weight, torch.from_numpy(values).cuda().to(torch.bfloat16)
 
 
-def graph_of(run: Callable[[int], object], copies: int) -> torch.cuda.CUDAGraph:
-    """`run(i)` for each copy of the weight."""
+def graph_of(run: Callable[[int], object], copies: int, *, errors: str = "global") -> torch.cuda.CUDAGraph:
+    """`run(i)` for each copy of the weight. `errors` is torch's `capture_error_mode`: "thread_local" where another
+    thread calls CUDA meanwhile."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for i in range(copies):
             run(i)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode=errors):
         for i in range(copies):
             run(i)
     return graph

@@ -23,10 +23,9 @@ from cuda_linear import capabilities_of, graph_of, replayed
 
 from omniplat.layer import LayerSpec, MoeSpec
 from omniplat.portable.ahead import compile_kernels
-from omniplat.portable.experts_triton import combine
 from omniplat.portable.mx_grid import regroup_rows_torch
 from omniplat.portable.quantize import quantize_rows_torch
-from omniplat.portable.routing import sort_by_expert
+from omniplat.portable.routing import sort_by_expert, weighted_sum
 from omniplat.runtime.kernel import MoeKernel, load_kernel
 from omniplat.runtime.layers import QuantExperts
 from omniplat.runtime.tensors import WeightTensors
@@ -55,8 +54,9 @@ def quantized(values: torch.Tensor, scheme: Scheme) -> tuple[WeightTensors, torc
     rows = values.reshape(-1, k)
     if scheme.weight_id == "fp8-channel":
         codes, scale = quantize_rows_torch(rows, parse_activation_id("fp8-token"), None, None)  # type: ignore[arg-type]
+        codes = codes.view(torch.float8_e4m3fn)
         tensors = {"codes": codes.view(experts, n, k), "scale": scale.view(experts, n, 1)}
-        dense = codes.view(torch.float8_e4m3fn).float() * scale
+        dense = codes.float() * scale
     else:
         groups = rows.float().view(len(rows), -1, 32)
         exponent = torch.floor(torch.log2(groups.abs().amax(2, keepdim=True))) - (2 if scheme.weight.bits == 4 else 8)
@@ -70,20 +70,29 @@ def quantized(values: torch.Tensor, scheme: Scheme) -> tuple[WeightTensors, torc
             dense = table[index].copysign(scaled) * torch.exp2(exponent)
         else:
             eights = scaled.clamp(-448, 448).to(torch.float8_e4m3fn)
-            codes, dense = eights.view(torch.uint8).view(len(rows), k), eights.float() * torch.exp2(exponent)
+            codes, dense = eights.view(len(rows), k), eights.float() * torch.exp2(exponent)
         scale = (exponent.squeeze(2) + 127).to(torch.uint8)
         tensors = {"codes": codes.view(experts, n, -1), "scale": scale.view(experts, n, -1)}
     return WeightTensors(scheme, n, k, tensors, experts), dense.view(experts, n, k).bfloat16()
 
 
 def bf16_layer(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same steps as the quantized layers', with BF16 products."""
-    order = sort_by_expert(ids, None, EXPERTS)
+    order = sort_by_expert(ids, expert_map, len(w13))
     both = F.grouped_mm(x[order.rows], w13.transpose(1, 2), offs=order.ends)
     gate, up = both.chunk(2, dim=1)
     out = F.grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs=order.ends)
+    if not x.is_cuda:
+        return weighted_sum(out, order.place, weights, order.ends[-1:], torch.bfloat16)
+    from omniplat.portable.experts_triton import combine
+
     return combine(out, order.place, weights, order.ends[-1:], torch.bfloat16)
 
 
