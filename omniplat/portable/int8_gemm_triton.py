@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from omniplat.portable.launch import Launch
+from omniplat.portable.launch import Describe, Launch
 
 #: Tiles of tokens that share the tiles of the weight while those are in the cache.
 _BAND = 8
@@ -168,15 +167,8 @@ def int8_product(
     m, columns = x.shape
     n = codes.shape[0]
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
-    left: Any = x
-    right: Any = codes
-    if tile.descriptors:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        left = TensorDescriptor.from_tensor(x, [tile.tokens, tile.columns])
-        right = TensorDescriptor.from_tensor(codes, [tile.rows, tile.columns])
     _launch_of(tile, columns, x_scale.numel() == 1, bias is not None)(
-        (-(-m // tile.tokens) * -(-n // tile.rows), 1, 1), (left, right, x_scale, scale, bias, y), (m, n)
+        (-(-m // tile.tokens) * -(-n // tile.rows), 1, 1), (x, codes, x_scale, scale, bias, y), (m, n)
     )
     return y
 
@@ -195,9 +187,19 @@ def _launch_of(tile: Tile, columns: int, one_token_scale: bool, bias: bool) -> L
     return Launch(
         _by_descriptors if tile.descriptors else _by_pointers,
         constants,
-        direct=not tile.descriptors,
+        described=_described(tile) if tile.descriptors else {},
         num_warps=tile.warps,
         num_stages=tile.stages,
         # a product and a sum that become one operation would round once where torch's form rounds twice
         enable_fp_fusion=False,
     )
+
+
+def _described(tile: Tile) -> dict[int, Describe]:
+    """The first two tensors, in blocks of the tile."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    def blocks_of(rows: int) -> Describe:
+        return lambda tensor: TensorDescriptor.from_tensor(tensor, [rows, tile.columns])
+
+    return {0: blocks_of(tile.tokens), 1: blocks_of(tile.rows)}

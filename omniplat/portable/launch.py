@@ -14,7 +14,7 @@ Triton that change what is compiled are read when a specialization is first met.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,6 +31,8 @@ from triton.runtime import driver
 TESTED = ((3, 6), (3, 9))
 
 Grid = tuple[int, int, int]
+#: Makes of a tensor what a kernel takes for it: Triton's descriptor, with the block that the copy engine moves.
+Describe = Callable[[torch.Tensor], Any]
 
 
 class Collector(Protocol):
@@ -81,17 +83,27 @@ class Launch:
     It holds the compiled forms, so it is to be made once for the same constants and kept.
     """
 
-    __slots__ = ("_compiled", "_constants", "_direct", "_kernel", "_options")
+    __slots__ = ("_compiled", "_constants", "_described", "_direct", "_kernel", "_options")
 
     def __init__(
-        self, kernel: Any, constants: Mapping[str, object], *, direct: bool = True, **options: int | bool
+        self,
+        kernel: Any,
+        constants: Mapping[str, object],
+        *,
+        described: Mapping[int, Describe] | None = None,
+        **options: int | bool,
     ) -> None:
-        """`options` are Triton's own. With `direct` False, as for tensor descriptors, calls go through Triton."""
+        """`options` are Triton's own.
+
+        `described`: which of the tensors the kernel takes as a descriptor, by their place, and what makes it: of all
+        tensors of one dtype descriptors of one type, whatever their shapes.
+        """
         self._kernel = kernel
         self._constants = dict(constants)
+        self._described = tuple((described or {}).items())
         self._options = options
         self._compiled: dict[tuple[object, ...], _Compiled] = {}
-        self._direct = direct and _is_tested() and isinstance(kernel, triton.JITFunction)
+        self._direct = _is_tested() and isinstance(kernel, triton.JITFunction)
 
     def __call__(self, grid: Grid, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> None:
         """Launch on the device of `tensors`, on its current stream. Those that are None are pointers never followed."""
@@ -100,7 +112,7 @@ class Launch:
             collector.collect(self, self._filled(tensors, numbers))
             return
         if not self._direct:
-            self._through_triton(grid, self._filled(tensors, numbers))
+            self._through_triton(grid, tensors, numbers)
             return
         active = driver.active
         device = active.get_current_device()
@@ -108,7 +120,7 @@ class Launch:
             with _device_of(tensors):
                 self(grid, tensors, numbers)
             return
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        pointers: list[Any] = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         key = (
             device,
             *[None if tensor is None else tensor.dtype for tensor in tensors],
@@ -118,8 +130,10 @@ class Launch:
         )
         compiled = self._compiled.get(key)
         if compiled is None or _has_listeners():
-            self._hold(key, self._through_triton(grid, self._filled(tensors, numbers)))
+            self._hold(key, self._through_triton(grid, tensors, numbers))
             return
+        for place, describe in self._described:
+            pointers[place] = describe(tensors[place])
         compiled.run(
             *grid,
             active.get_current_stream(device),
@@ -143,15 +157,17 @@ class Launch:
         with _device_of(arguments):
             return self._kernel.warmup(*arguments, grid=(1, 1, 1), **self._constants, **self._options)
 
-    @staticmethod
-    def _filled(tensors: Sequence[Any], numbers: Sequence[float]) -> tuple[Any, ...]:
+    def _filled(self, tensors: Sequence[Any], numbers: Sequence[float]) -> tuple[Any, ...]:
         """The arguments as Triton takes them: it knows no pointer to nothing, so one to anything stands for it."""
         anything = first_tensor(tensors)
-        return (*(anything if tensor is None else tensor for tensor in tensors), *numbers)
+        arguments = [anything if tensor is None else tensor for tensor in tensors]
+        for place, describe in self._described:
+            arguments[place] = describe(tensors[place])
+        return (*arguments, *numbers)
 
-    def _through_triton(self, grid: Grid, arguments: Sequence[Any]) -> Any:
-        with _device_of(arguments):
-            return self._kernel[grid](*arguments, **self._constants, **self._options)
+    def _through_triton(self, grid: Grid, tensors: Sequence[Any], numbers: Sequence[float]) -> Any:
+        with _device_of(tensors):
+            return self._kernel[grid](*self._filled(tensors, numbers), **self._constants, **self._options)
 
     def _hold(self, key: tuple[object, ...], compiled: Any) -> None:
         if compiled.metadata.target.backend == "cuda":
@@ -165,7 +181,7 @@ class Launch:
 
 
 def first_tensor(arguments: Sequence[Any]) -> torch.Tensor:
-    """What is no tensor among them is a descriptor of one, or a number."""
+    """What is no tensor among them is a descriptor of one, a number, or nothing."""
     return next(value for value in arguments if isinstance(value, torch.Tensor))
 
 

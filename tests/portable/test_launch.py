@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omniplat.portable.quantize import has_triton
@@ -126,7 +126,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, kernel: Any) -> list[object]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("why", ["release", "vendor", "described"])
+@pytest.mark.parametrize("why", ["release", "vendor"])
 def test_what_was_not_tested_goes_through_triton(driver: StandIn, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     if why == "release":
         monkeypatch.setattr(launching, "TESTED", ((3, 2),))
@@ -135,8 +135,6 @@ def test_what_was_not_tested_goes_through_triton(driver: StandIn, monkeypatch: p
         driver.target = triton.backends.compiler.GPUTarget("hip", "gfx942", 64)
     try:
         launch, kernel = made(driver)
-        if why == "described":
-            launch = Launch(kernel, {"TWICE": False, "BLOCK": 16}, direct=False, num_warps=4)
         bound = counted(monkeypatch, kernel)
         for _ in range(3):
             launch((1, 1, 1), (tensor(torch.float32), None, tensor(torch.float32)), (1, 16, 1))
@@ -202,12 +200,35 @@ def test_while_launches_are_collected_nothing_is_launched(driver: StandIn) -> No
 
 
 @needs_compiler
+@settings(max_examples=15)
+@given(calls=st.lists(st.tuples(st.sampled_from([0, 1]), DTYPES, st.sampled_from([2, 5, 32]), st.booleans())))
+def test_a_descriptor_is_made_anew_for_every_call(calls: list[tuple[int, torch.dtype, int, bool]]) -> None:
+    """Of the tensor of that call, and for the form of the kernel that Triton would take for such a descriptor."""
+    described = pytest.importorskip("triton.tools.tensor_descriptor", reason="this Triton has no descriptors")
+    block = [2, 16]
+    describe = lambda tensor: described.TensorDescriptor.from_tensor(tensor, block)  # noqa: E731
+    with standing_in(StandIn()) as driver:
+        _, kernel = made(driver)
+        launch = Launch(kernel, {"TWICE": False, "BLOCK": 16}, described={0: describe}, num_warps=4)
+        for driver.device, dtype, rows, has_b in calls:
+            a, out = torch.zeros(rows, 32, dtype=dtype), tensor(dtype)
+            b = out if has_b else None
+            launch((1, 1, 1), (a, b, out), (rows, 16, 1))
+            found = driver.launched[-1]
+            wanted = kernel.run(describe(a), out, out, rows, 16, 1, False, 16, grid=(1,), warmup=True, num_warps=4)
+            assert found.function == wanted.function
+            descriptor = found.arguments[0]
+            assert (descriptor.base is a, descriptor.shape, descriptor.block_shape) == (True, a.shape, block)
+
+
+@needs_compiler
 def test_no_descriptor_stands_for_a_tensor_that_is_not_there(driver: StandIn) -> None:
-    launch, _ = made(driver)
+    _, kernel = made(driver)
+    launch = Launch(kernel, {"TWICE": False, "BLOCK": 16}, described={0: lambda _: object()}, num_warps=4)
     collected: list[tuple[Any, ...]] = []
-    descriptor, values = object(), tensor(torch.float32)
+    values = tensor(torch.float32)
     with launching.collected(SimpleNamespace(collect=lambda *taken: collected.append(taken))):
-        launch((1, 1, 1), (descriptor, None, values), (1, 16, 1))
+        launch((1, 1, 1), (values, None, values), (1, 16, 1))
     assert [value is values for value in collected[0][1][:3]] == [False, True, True]
 
 
