@@ -169,6 +169,9 @@ def conformance(
         bool, typer.Option("--allow-partial", help="Exit code 0 also where something could not run here.")
     ] = False,
     select: Annotated[str | None, typer.Option("-k", metavar="EXPR", help="Only checks that match; partial.")] = None,
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", metavar="N", min=1, help="Processes that share the checks (pytest-xdist).")
+    ] = 1,
     json_output: JsonOption = False,
 ) -> None:
     """Run the conformance suite against a backend: what it declares it does, and nothing else."""
@@ -176,7 +179,8 @@ def conformance(
 
     code = conformance_command(
         name, profile=profile, report=report, known_failures=known_failures, commit=commit, render_as=render,
-        allow_partial=allow_partial, select=select, emulated=emulated_device(context), json_output=json_output,
+        allow_partial=allow_partial, select=select, jobs=jobs, emulated=emulated_device(context),
+        json_output=json_output,
     )  # fmt: skip
     raise typer.Exit(code)
 

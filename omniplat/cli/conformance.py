@@ -35,6 +35,7 @@ def conformance_command(
     render_as: str | None,
     allow_partial: bool,
     select: str | None,
+    jobs: int,
     emulated: str | None,
     json_output: bool,
 ) -> int:
@@ -54,6 +55,7 @@ def conformance_command(
             known_failures,
             commit,
             select,
+            jobs,
             emulated,
             quiet=json_output or render_as is not None,
         )
@@ -74,13 +76,14 @@ def _run(
     known_failures: Path | None,
     commit: str,
     select: str | None,
+    jobs: int,
     emulated: str | None,
     *,
     quiet: bool,
 ) -> dict[str, Any]:
     """Run the suite; its report. Raises the errors of an unknown backend and of missing libraries first."""
     default_registry().load(BACKENDS, name)
-    for library in ("pytest", "torch"):
+    for library in ("pytest", "torch", *(("pytest-xdist",) if jobs > 1 else ())):
         if not is_installed(library):
             line = 'pip install "omniplat[conformance]"'
             raise BackendNotInstalledError("conformance", library, line, kind="suite")
@@ -96,14 +99,14 @@ def _run(
             options += ["--omniplat-emulate", emulated]
         if select:
             options += ["-k", select]
-        code = _pytest(options, Path(folder), quiet=quiet)
+        code = _pytest(options, Path(folder), jobs, quiet=quiet)
         if code not in _RAN and not written.is_file():
             raise UsageError(f"the suite did not run: pytest ended with exit code {code}")
         return read_report(written)
 
 
-def _pytest(options: Sequence[str], folder: Path, *, quiet: bool) -> int:
-    """pytest with the suite and nothing else, in a process of its own."""
+def _pytest(options: Sequence[str], folder: Path, jobs: int, *, quiet: bool) -> int:
+    """pytest with the suite and nothing else, in a process of its own, or in `jobs` of them."""
     ini = folder / "pytest.ini"
     # what torch says of itself while it compiles is nothing that an author could mend
     ini.write_text("[pytest]\nfilterwarnings =\n    ignore::DeprecationWarning:torch\\..*\n", encoding="utf-8")
@@ -116,5 +119,10 @@ def _pytest(options: Sequence[str], folder: Path, *, quiet: bool) -> int:
     environ = {key: text for key, text in os.environ.items() if not key.startswith("PYTEST_")}
     environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    if jobs > 1:
+        # checks take from a millisecond to a minute: whoever has none left takes others'
+        argv += ["-p", "xdist.plugin", "--numprocesses", str(jobs), "--dist", "worksteal"]
+        share = str(max(1, (os.cpu_count() or 1) // jobs))
+        environ = {"OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share, **environ}
     output = subprocess.DEVNULL if quiet else None
     return subprocess.run(argv, env=environ, stdout=output, check=False).returncode

@@ -28,6 +28,11 @@ class KnownFailure:
     reason: str
     link: str
 
+    @property
+    def text(self) -> str:
+        """What a report says of a check that fails as expected."""
+        return f"{self.reason} ({self.link})"
+
     def matches(self, check: str) -> bool:
         return check.startswith(self.id[:-1]) if self.id.endswith("*") else check == self.id
 

@@ -2,6 +2,9 @@
 
 What should run is enumerated from the suite itself, not from what pytest collected: a check that was deselected,
 removed by another plugin or lost with a worker is missing from the results and leaves the run partial.
+
+Under pytest-xdist every worker has a session of its own, which tells the controller's what it found beside outcomes;
+the controller's alone makes the report, which lists checks in the same order however many processes ran them.
 """
 
 from __future__ import annotations
@@ -9,9 +12,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from omniplat.emulation import Emulation
 
 _PROPERTY = "omniplat-check"
+#: Under which a worker hands its problems over.
+_PROBLEMS = "omniplat-problems"
 _NONE = "none-declared"
 
 
@@ -103,14 +109,17 @@ class Session:
         return self._cases[found.generate]
 
     def expected(self) -> tuple[str, ...]:
-        """Ids of all checks of this backend and profile."""
-        ids = []
+        """Ids of all checks of this backend and profile, in the order in which one process runs them."""
+        checks = sorted(self._checks(), key=lambda item: GROUPS.index(item[0].group))
+        return tuple(check_id(found, function.__name__, case) for found, function, case in checks)
+
+    def _checks(self) -> Iterator[tuple[Check, FunctionType, HasId]]:
+        """Every check with its function and its case."""
         for info in pkgutil.iter_modules(suite.__path__):
             module = importlib.import_module(f"{suite.__name__}.{info.name}")
             for name, function in vars(module).items():
                 if name.startswith("test_") and (found := getattr(function, ATTRIBUTE, None)) is not None:
-                    ids += [check_id(found, name, case) for case in self._of(found)]
-        return tuple(ids)
+                    yield from ((found, function, case) for case in self._of(found))
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         kept = []
@@ -130,9 +139,11 @@ class Session:
             for definition in definitions:
                 origin = str(getattr(definition.func, "__module__", ""))
                 if not origin.startswith(("_pytest.", "omniplat.conformance.")):
-                    problem = Problem("foreign-fixture", f"fixture {name!r} of {origin} acts on the suite's checks")
-                    if problem not in self._problems:
-                        self._problems.append(problem)
+                    self._add(Problem("foreign-fixture", f"fixture {name!r} of {origin} acts on the suite's checks"))
+
+    def _add(self, problem: Problem) -> None:
+        if problem not in self._problems:
+            self._problems.append(problem)
 
     # -- running ------------------------------------------------------------------------------------
 
@@ -163,10 +174,10 @@ class Session:
             return report
         case = _case_of(item)
         text = check_id(found, _name_of(item), case)
-        known = next((entry for entry in self._known if entry.matches(text)), None)
+        known = self._known_of(text)
         if known is not None and report.failed:
             report.outcome = "skipped"
-            report.wasxfail = f"{known.reason} ({known.link})"
+            report.wasxfail = known.text
         elif known is not None and report.when == "call" and report.passed:
             report.outcome = "failed"
             report.longrepr = f"{text} is listed as a known failure and passes: remove {known.id!r} ({known.link})"
@@ -174,6 +185,9 @@ class Session:
         name = capability.name if capability is not None else ""
         report.user_properties.append((_PROPERTY, {"id": text, "group": found.group, "capability": name}))
         return report
+
+    def _known_of(self, text: str) -> KnownFailure | None:
+        return next((entry for entry in self._known if entry.matches(text)), None)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         properties: list[tuple[str, Any]] = list(report.user_properties)
@@ -192,23 +206,48 @@ class Session:
             own["id"], own["group"], own["capability"], outcome, reason, gap, seconds, measured
         )
 
+    # -- workers ------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """A worker of pytest-xdist has ended: what it handed over, which is nothing where it crashed."""
+        for code, message in getattr(node, "workeroutput", {}).get(_PROBLEMS, ()):
+            self._add(Problem(code, message))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, crashitem: str) -> None:
+        """A worker ended within a test: a check has failed then, of which the worker can tell nothing any more."""
+        path, _, test = crashitem.partition("::")
+        for found, function, case in self._checks():
+            file = f"{function.__module__.rpartition('.')[2]}.py"
+            # pytest gives no path where it was given one module
+            if test != f"{function.__name__}[{case.id}]" or Path(path).name not in ("", file):
+                continue
+            text, capability = check_id(found, function.__name__, case), capability_of(case)
+            name = capability.name if capability is not None else ""
+            known = self._known_of(text)
+            outcome, reason = ("known", known.text) if known is not None else ("failed", "the process running it ended")
+            self._outcomes[text] = Outcome(text, found.group, name, outcome, reason)
+
     # -- the verdict --------------------------------------------------------------------------------
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if hasattr(session.config, "workerinput"):
+        handed_over: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+        if handed_over is not None:
+            handed_over[_PROBLEMS] = [(item.code, item.message) for item in self._problems]
             return
         expected = self.expected()
         for entry in self._known:
             if not any(entry.matches(text) for text in expected):
                 self._problems.append(Problem("known-failure-matches-nothing", f"{entry.id!r} ({entry.link})"))
-        left_out = len(set(expected) - set(self._outcomes))
+        outcomes = [self._outcomes[text] for text in dict.fromkeys(expected) if text in self._outcomes]
         self.document = make_report(
             self._subject,
             self._profile,
-            tuple(self._outcomes.values()),
+            outcomes,
             self._problems,
-            left_out=left_out,
+            left_out=len(set(expected)) - len(outcomes),
             seconds=time.monotonic() - self._started,
             plugins=_foreign_plugins(session.config),
             commit=self._commit,
@@ -273,10 +312,10 @@ def _last_line(text: str) -> str:
 
 
 def _foreign_plugins(config: pytest.Config) -> list[str]:
-    """What else had a hand in the run: plugins and conftest files that are not pytest's own."""
+    """What else had a hand in the run: packages of plugins, and conftest files, that are not pytest's own."""
     names = []
     for name, plugin in config.pluginmanager.list_name_plugin():
-        module = getattr(plugin, "__name__", type(plugin).__module__)
-        if plugin is not None and not str(module).startswith(("_pytest", "omniplat.conformance")):
-            names.append(Path(str(name)).name if str(name).endswith(".py") else str(name))
+        module = str(getattr(plugin, "__name__", type(plugin).__module__))
+        if plugin is not None and not module.startswith(("_pytest", "omniplat.conformance")):
+            names.append(Path(name).name if name.endswith(".py") else module.partition(".")[0])
     return sorted(set(names))
