@@ -178,13 +178,13 @@ def rank_main(rank: int, arguments: argparse.Namespace, file: str) -> None:
     if is_first and not arguments.json:
         print("device=" + (torch.cuda.get_device_name() if on_cuda else "cpu"), f"torch={torch.__version__}")
         print(HEAD, flush=True)
-    with torch.inference_mode():
-        for layer in layers(arguments, place):
-            compile_kernels(layer.compiled, arguments.rows)
-            for rows in arguments.rows:
+    for layer in layers(arguments, place):
+        compile_kernels(layer.compiled, arguments.rows)
+        for rows in arguments.rows:
+            with torch.inference_mode():
                 results.append(measured(layer, rows, arguments.rounds))
-                if is_first and not arguments.json:
-                    print(results[-1], flush=True)
+            if is_first and not arguments.json:
+                print(results[-1], flush=True)
     if is_first and arguments.json:
         print(json.dumps([asdict(result) for result in results], indent=2))
     dist.destroy_process_group()

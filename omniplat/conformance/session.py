@@ -3,8 +3,9 @@
 What should run is enumerated from the suite itself, not from what pytest collected: a check that was deselected,
 removed by another plugin or lost with a worker is missing from the results and leaves the run partial.
 
-Under pytest-xdist every worker has a session of its own, which tells the controller's what it found beside outcomes;
-the controller's alone makes the report, which lists checks in the same order however many processes ran them.
+Under pytest-xdist every worker has a session of its own. The controller's looks for the device, once, and makes the
+report, which lists checks in the same order however many processes ran them; workers tell it what they found beside
+outcomes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pkgutil
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -26,14 +28,16 @@ from omniplat.conformance.checks import ATTRIBUTE, GROUPS, SUITE_SKIP, Check, Ha
 from omniplat.conformance.known import KnownFailure, read_known_failures
 from omniplat.conformance.report import Outcome, Problem, make_report, write_report
 from omniplat.conformance.subject import Subject, find_subject
+from omniplat.device import Device
 from omniplat.errors import OmniplatError
+from omniplat.registry import BACKENDS, default_registry
 
 if TYPE_CHECKING:
     from omniplat.emulation import Emulation
 
 _PROPERTY = "omniplat-check"
-#: Under which a worker hands its problems over.
-_PROBLEMS = "omniplat-problems"
+#: Under which the controller hands the device to workers, and they their problems to it.
+_DEVICE, _PROBLEMS = "omniplat-device", "omniplat-problems"
 _NONE = "none-declared"
 
 
@@ -46,13 +50,22 @@ def start(config: pytest.Config, name: str) -> Session:
     report = config.getoption("--omniplat-report")
     try:
         emulation = _emulation(config)
-        subject = find_subject(name, emulated=emulation.device if emulation is not None else None)
+        subject = _subject(config, name, emulation)
         entries = read_known_failures(Path(known)) if known else ()
     except OmniplatError as error:
         raise pytest.UsageError(error.message) from error
     commit = str(config.getoption("--omniplat-commit"))
     written = Path(report).absolute() if report else None
     return Session(subject, profile, entries, written, commit, emulation)
+
+
+def _subject(config: pytest.Config, name: str, emulation: Emulation | None) -> Subject:
+    """The backend on the device that is found here, or that the controller has found."""
+    handed_over: dict[str, Any] | None = getattr(config, "workerinput", {}).get(_DEVICE)
+    if handed_over is None:
+        return find_subject(name, emulated=emulation.device if emulation is not None else None)
+    device = Device(**handed_over["device"])
+    return replace(Subject(default_registry().load(BACKENDS, name), device), **handed_over["found"])
 
 
 def _emulation(config: pytest.Config) -> Emulation | None:
@@ -207,6 +220,13 @@ class Session:
         )
 
     # -- workers ------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """A worker of pytest-xdist is about to start."""
+        subject = self._subject
+        found = {"missing": subject.missing, "distribution": subject.distribution, "versions": dict(subject.versions)}
+        node.workerinput[_DEVICE] = {"device": asdict(subject.device), "found": found}
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
