@@ -77,9 +77,9 @@ def pair(scheme: Scheme, n: int, k: int, place: Place) -> Layer:
         whole = LayerSpec(name, "linear", *shape, scheme, parts=shape[:1])
         own = rank_spec(whole, split, RANKS, 1)
         weight, half = _random_weight(scheme, shape, place.device)
-        cut, cut_half = (_rows(weight, held), _rows_of(half, held)) if split.style == "column" else (
-            _columns(weight, held), _columns_of(half, held, n)
-        )  # fmt: skip
+        is_row = split.style == "row"
+        cut = _columns(weight, held) if is_row else _rows(weight, held)
+        cut_half = _columns_of(half, held, n) if is_row else _rows_of(half, held)
         kernel = place.kernel(whole, own)
         assert isinstance(kernel, LinearKernel)
         sides.append((kernel, {"one": (whole, weight, half), "two": (own, cut, cut_half)}))
