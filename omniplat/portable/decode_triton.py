@@ -9,7 +9,14 @@ import triton
 import triton.language as tl
 
 from omniplat.portable.launch import Launch
-from omniplat.portable.word_decode_triton import constants_of, decoded_parts, kind_of_zero, multiplier, of_block
+from omniplat.portable.word_decode_triton import (
+    constants_of,
+    decoded_parts,
+    kind_of_zero,
+    multiplier,
+    of_block,
+    packed_of,
+)
 from omniplat.portable.word_weights import WordForm
 from omniplat.portable.words import parts_of
 
@@ -62,7 +69,7 @@ def _decode(  # type: ignore[no-untyped-def]  # Triton looks annotations up amon
         held = tl.load(words + (row * word_stride + block * DEPTH)[:, None] + d[None, :], mask=inside[:, None], other=0)
         used, below = held, held
         if PACKED:
-            used = tl.load(scale + row + block * scale_stride, mask=inside, other=0)
+            used = packed_of(scale + row, block, scale_stride, inside, DEPTH, GROUP)
         if ZERO != "":
             below = of_block(zero + row * scale_stride, block * BLOCK, inside, K, PARTS, DEPTH, GROUP)
         w = decoded_parts(

@@ -14,11 +14,11 @@ from omniplat.portable.launch import Launch
 from omniplat.portable.routing import Sorted
 from omniplat.portable.weight_only_triton import (
     ExpertTiles,
-    folds,
     least_tokens,
     tile_of_experts,
     weight_only_product,
 )
+from omniplat.portable.word_decode_triton import kind_of_zero
 from omniplat.portable.word_weights import WordForm
 from omniplat.runtime.activate import activate
 
@@ -132,6 +132,6 @@ def product(x: torch.Tensor, buffers: list[torch.Tensor | None], form: WordForm,
     assert scale is not None
     x = x if x.stride(-1) == 1 else x.contiguous()
     y = torch.empty((len(tiles.rows), form.out_features), dtype=x.dtype, device=x.device)
-    tile = tile_of_experts(tiles.tokens, folds(form, x.dtype))
+    tile = tile_of_experts(tiles.tokens, form, x.dtype, kind_of_zero(zero), x.device)
     weight_only_product(x, words, table, scale, zero, row_scale, bias, y, form, tile, tiles)
     return y

@@ -103,7 +103,7 @@ class Launch:
         self._described = tuple((described or {}).items())
         self._options = options
         self._compiled: dict[tuple[object, ...], _Compiled] = {}
-        self._direct = _is_tested() and isinstance(kernel, triton.JITFunction)
+        self._direct = is_tested() and isinstance(kernel, triton.JITFunction)
 
     def __call__(self, grid: Grid, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> None:
         """Launch on the device of `tensors`, on its current stream. Those that are None are pointers never followed."""
@@ -204,5 +204,6 @@ def _has_listeners() -> bool:
 
 
 @lru_cache(maxsize=1)
-def _is_tested() -> bool:
+def is_tested() -> bool:
+    """True for releases of Triton in `TESTED`."""
     return Version(triton.__version__).release[:2] in TESTED

@@ -23,11 +23,6 @@ from omniplat.runtime.tensors import WeightTensors
 
 _LIBRARY = new_library()
 
-#: bits of a code -> tokens above which the weight is written out in bf16 for one product, and forgotten after it: 2
-#: bytes for each of its numbers while the call lasts. f16 has too few exponents for that. Measured on an H200; see
-#: docs/performance.md.
-DECODED_ONCE_ABOVE = {4: 32, 8: 64}
-
 
 @dataclass(frozen=True, slots=True)
 class WeightOnlyConfig:
@@ -108,22 +103,24 @@ def _on_device(
 ) -> torch.Tensor:
     if not has_triton() or x.dtype not in (torch.bfloat16, torch.float16):
         return _plain(x, words, scale, zero, row_scale, table, pre_scale, bias, form, out_dtype)
-    from omniplat.portable.weight_only_triton import folds, least_tokens, tile_of, weight_only_product
+    from omniplat.portable.weight_only_triton import most_tokens, tile_of, weight_only_product
+    from omniplat.portable.word_decode_triton import kind_of_zero
 
     held = decode_form(form)
     rows = x if x.dim() == 2 and pre_scale is None else _smoothed(x, pre_scale)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    count = rows.shape[0]
+    count, kind = rows.shape[0], kind_of_zero(zero)
     one_dtype = x.dtype == out_dtype and (bias is None or bias.dtype == x.dtype)
-    if count > DECODED_ONCE_ABOVE[held.bits] and x.dtype == torch.bfloat16 and one_dtype:
+    if count > most_tokens(held, x.dtype, kind, x.device) and x.dtype == torch.bfloat16 and one_dtype:
         from omniplat.portable.decode_triton import decoded
 
+        # 2 bytes for each of its numbers while the call lasts; f16 has too few exponents for that
         weight = decoded(words, table, scale, zero, row_scale, held, x.dtype)
         return F.linear(rows, weight, bias).view(*x.shape[:-1], held.out_features)
     y = torch.empty((*x.shape[:-1], held.out_features), dtype=out_dtype, device=x.device)
     if count:
-        tile = tile_of(count, held, folds(held, x.dtype), least_tokens(x.device))
+        tile = tile_of(count, held, x.dtype, kind, x.device)
         weight_only_product(rows, words, table, scale, zero, row_scale, bias, y, held, tile)
     return y
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
-from omniplat.portable.launch import Launch
+from omniplat.portable.launch import Launch, is_tested
 from omniplat.portable.word_decode_triton import computes_in_pairs, constants_of, kind_of_zero
 from omniplat.portable.word_kernels_triton import few_tokens, many_tokens
 from omniplat.portable.word_weights import WordForm
-from omniplat.portable.words import TABLES, parts_of
+from omniplat.portable.words import DEPTH, TABLES, parts_of
 
 #: Tiles of the weight that share the tiles of tokens while those are in the cache.
 _BAND = 8
@@ -49,13 +50,50 @@ class Tile:
     unroll: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class FragmentTile:
+    """The same of `omniplat.portable.word_fragments_gluon`: each of the `warps` takes a slice of K.
+
+    `ahead`: units of columns whose words are on their way; `tokens_ahead`: those of the next unit are, too.
+    """
+
+    rows: int
+    tokens: int
+    warps: int
+    ahead: int
+    tokens_ahead: bool
+
+
 @lru_cache(maxsize=4096)
-def tile_of(m: int, form: WordForm, fold: bool, least: int = 16) -> Tile:
-    """For `m` tokens. Measured on an H200; see docs/performance.md. `least`: tokens of the smallest tile, see
-    `least_tokens`."""
-    tokens = max(least, 1 << (m - 1).bit_length())
+def takes_fragments(form: WordForm, columns: int, dtype: torch.dtype, zero: str, device: torch.device) -> bool:
+    """True where `fragments` computes the product: NVIDIA from sm80 on and a tested Triton, whole units of columns and
+    whole tiles of rows, scales of a unit or of whole parts of it, and codes for which there are instructions. `zero`
+    as by `kind_of_zero`."""
+    if not computes_in_pairs(device) or not is_tested() or zero == "fraction" or form.depth != DEPTH:
+        return False
+    unit = DEPTH * parts_of(form.bits)
+    groups = form.is_packed or form.scale == "none" or unit % form.group == 0 or form.group % unit == 0
+    scaled = form.scale in ("none", "f32", "bf16", "f16") or (form.is_packed and folds(form, dtype))
+    if columns % unit or form.out_features % 16 or not groups or not scaled:
+        return False
+    return bool(constants_of(form, dtype == torch.bfloat16, zero, folds(form, dtype), device)["ASM"])
+
+
+def most_tokens(form: WordForm, dtype: torch.dtype, zero: str, device: torch.device) -> int:
+    """Tokens up to which a product that decodes in registers is faster than one that reads the weight written out.
+    Measured on an H200; see docs/performance.md."""
+    return 64 if form.bits == 8 or takes_fragments(form, form.in_features, dtype, zero, device) else 32
+
+
+@lru_cache(maxsize=4096)
+def tile_of(m: int, form: WordForm, dtype: torch.dtype, zero: str, device: torch.device) -> Tile | FragmentTile:
+    """For `m` tokens. Measured on an H200; see docs/performance.md. `zero` as by `kind_of_zero`."""
+    fold = folds(form, dtype)
+    tokens = max(least_tokens(device), 1 << (m - 1).bit_length())
     if m > 64:
         return _tile_of_many(128, fold)
+    if takes_fragments(form, form.in_features, dtype, zero, device):
+        return _fragment_tile(tokens, form)
     if form.out_features >= 8192:
         # codes of tables take so many instructions that smaller tiles share them better
         return Tile(32, tokens, 4, 4, 3) if m <= 8 or form.element in TABLES else Tile(64, tokens, 4, 4, 2)
@@ -64,8 +102,32 @@ def tile_of(m: int, form: WordForm, fold: bool, least: int = 16) -> Tile:
     return Tile(32, tokens, 4, 4, 4 if m <= 16 else 2, 2 if short_blocks and m <= 8 else 1)
 
 
-def tile_of_experts(tokens: int, fold: bool) -> Tile:
+def _fragment_tile(tokens: int, form: WordForm) -> FragmentTile:
+    wide = form.out_features >= 8192
+    # codes of tables take registers that tokens would wait in
+    tokens_ahead = form.element not in TABLES
+    if tokens <= 8:
+        return FragmentTile(16, tokens, 4 if wide else 8, 2, tokens_ahead and not wide)
+    if tokens <= 16:
+        if not wide:
+            return FragmentTile(16, tokens, 8, 1, tokens_ahead)
+        return FragmentTile(
+            32, tokens, 4 if form.bits == 4 or form.is_packed else 8, 2 if form.is_packed else 1, tokens_ahead
+        )
+    if tokens <= 32:
+        if not wide:
+            return FragmentTile(32, tokens, 8, 1, tokens_ahead)
+        return FragmentTile(48, tokens, 4, 1, False) if form.bits == 4 else FragmentTile(32, tokens, 4, 1, True)
+    return FragmentTile(48 if wide else 32, tokens, 4, 1, False)
+
+
+def tile_of_experts(
+    tokens: int, form: WordForm, dtype: torch.dtype, zero: str, device: torch.device
+) -> Tile | FragmentTile:
     """The same for the rows of one expert, at most `tokens` of them: there are tiles enough without small ones."""
+    fold = folds(form, dtype)
+    if tokens <= 64 and takes_fragments(form, form.in_features, dtype, zero, device):
+        return FragmentTile(32, tokens, 4, 2 if tokens <= 16 else 1, tokens <= 16 and form.element not in TABLES)
     return Tile(64, tokens, 4, 4, 2) if tokens <= 16 else _tile_of_many(tokens, fold)
 
 
@@ -80,8 +142,8 @@ def least_tokens(device: torch.device) -> int:
 
 def folds(form: WordForm, dtype: torch.dtype) -> bool:
     """True where scales go into the weight before the product: bf16 holds them, and their products with these codes,
-    exactly."""
-    return dtype == torch.bfloat16 and form.is_packed
+    exactly. f16 holds those products of e4m3 scales, which cannot wait for the product where parts have two."""
+    return form.is_packed and (dtype == torch.bfloat16 or form.halves > 1)
 
 
 def _shared(form: WordForm, zero_kind: str) -> int:
@@ -100,13 +162,15 @@ def weight_only_product(
     bias: torch.Tensor | None,
     y: torch.Tensor,
     form: WordForm,
-    tile: Tile,
+    tile: Tile | FragmentTile,
     tiles: ExpertTiles | None = None,
 ) -> None:
     """Writes `x` [M, K], bf16 or f16, times the weight of N rows to `y` [M, N]. Columns of x lie side by side.
 
     With `tiles` every buffer but `table` has leading experts, and y a row for each of `tiles.rows`.
     """
+    if isinstance(tile, FragmentTile):
+        x, words = _aligned(x), _aligned(words)
     m, columns = x.shape
     n = form.out_features
     tiles_n, tiles_m = -(-n // tile.rows), -(-m // tile.tokens) if tiles is None else tiles.expert.shape[0]
@@ -123,7 +187,7 @@ def weight_only_product(
     )
     scale_stride = scale.shape[-1]
     launch(
-        (tiles_n, tiles_m, 1) if tile.slices else (tiles_n * tiles_m, 1, 1),
+        (tiles_n * tiles_m, 1, 1) if isinstance(tile, Tile) and not tile.slices else (tiles_n, tiles_m, 1),
         (
             x,
             words,
@@ -139,10 +203,16 @@ def weight_only_product(
     )
 
 
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    """`rows`, or a copy of them, whose rows begin where a load of 16 bytes can."""
+    width = 16 // rows.element_size()
+    return rows if rows.data_ptr() % 16 == 0 and rows.stride(-2) % width == 0 else rows.clone().contiguous()
+
+
 @lru_cache(maxsize=4096)
 def _launch_of(
     form: WordForm,
-    tile: Tile,
+    tile: Tile | FragmentTile,
     columns: int,
     dtype: torch.dtype,
     zero: str,
@@ -153,23 +223,38 @@ def _launch_of(
 ) -> Launch:
     bf16 = dtype == torch.bfloat16
     fold = folds(form, dtype)
-    own = {"SLICES": tile.slices, "UNROLL": tile.unroll} if tile.slices else {"BAND": _BAND}
-    block = parts_of(form.bits) * form.depth
-    constants = {
+    common = {
         **constants_of(form, bf16, zero, fold, device),
         "K": columns,
         "EXPERTS": experts,
-        "SHARED": _shared(form, zero),
         "FOLD": fold,
         "ROW_SCALE": row_scale,
         "BIAS": bias,
-        "EVEN": columns % (block * max(1, tile.slices) * tile.unroll) == 0,
         "BF16": bf16,
-        # The interpreter multiplies the bits of bf16 numbers, not their values.
-        "WIDE": device.type == "cpu",
         "BN": tile.rows,
         "BM": tile.tokens,
-        **own,
+    }
+    if isinstance(tile, FragmentTile):
+        own = {"WARPS": tile.warps, "AHEAD": tile.ahead, "TOKENS_AHEAD": tile.tokens_ahead}
+        unused = ("ELEMENT", "RAISED")
+        return Launch(
+            _fragments(), {name: value for name, value in (common | own).items() if name not in unused},
+            num_warps=tile.warps,
+        )  # fmt: skip
+    block = parts_of(form.bits) * form.depth
+    own = {
+        "SHARED": _shared(form, zero),
+        "EVEN": columns % (block * max(1, tile.slices) * tile.unroll) == 0,
+        # The interpreter multiplies the bits of bf16 numbers, not their values.
+        "WIDE": device.type == "cpu",
+        **({"SLICES": tile.slices, "UNROLL": tile.unroll} if tile.slices else {"BAND": _BAND}),
     }
     kernel = few_tokens if tile.slices else many_tokens
-    return Launch(kernel, constants, num_warps=tile.warps, num_stages=tile.stages)
+    return Launch(kernel, common | own, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def _fragments() -> Any:
+    """Imported where it is taken: releases of Triton that were not tested may lack what it needs."""
+    from omniplat.portable.word_fragments_gluon import fragments
+
+    return fragments

@@ -35,7 +35,8 @@ def constants_of(form: WordForm, bf16: bool, zero: str, fold: bool, device: torc
     """What kernels that call `decoded_parts` are compiled for: the form, and the device's own instructions, an empty
     text where Triton's operations serve. `zero` as by `kind_of_zero`; `fold`: scales go into the weight."""
     found = None
-    if computes_in_pairs(device):
+    # scales that are held are numbers of bf16, which multiply no f16
+    if computes_in_pairs(device) and (bf16 or not fold):
         found = decoder(form.element, form.bits, bf16, zero == "integer", form.scale if fold else "")
     own = found or Decoder("", "", "")
     return {
@@ -112,7 +113,7 @@ def _part(  # type: ignore[no-untyped-def]
     if ZERO == "integer":
         value -= tl.expand_dims(zeros[PART].to(tl.float32), -1)
     if FOLD:
-        value *= tl.expand_dims(multiplier(scales, PART, SCALE, RAISED), -1)
+        value *= multiplier(scales, PART, SCALE, RAISED)
     return value.to(tl.bfloat16 if BF16 else tl.float16)
 
 
@@ -130,7 +131,7 @@ def _in_pairs(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """`decoded_parts` by instructions of the device's own."""
     if EXTRA == "factor":
-        given = [held, tl.broadcast_to(tl.expand_dims(scales, -1), held.shape)]
+        given = [held, tl.broadcast_to(scales, held.shape)]
     elif EXTRA == "less" and PARTS == 2:
         given = [held, _less(zeros[0], held, BASE, BF16), _less(zeros[1], held, BASE, BF16)]
     elif EXTRA == "less":
@@ -173,8 +174,8 @@ def decoded_parts(  # type: ignore[no-untyped-def]
     BF16: tl.constexpr,
 ):
     """All parts of words [..., DEPTH], in 16-bit floats of the same shape: less the zero point where that is an
-    integer, times the scale where FOLD says so. `zeros` are those of a block's parts, [...] each; `scales` theirs in
-    one number, [...]."""
+    integer, times the scale where FOLD says so. `zeros` are those of a block's parts, [...] each; `scales` theirs as by
+    `packed_of`."""
     if ASM != "":
         made = _in_pairs(held, zeros, scales, ASM, OPERANDS, EXTRA, PARTS, BASE, BF16)
     else:
@@ -187,6 +188,18 @@ def decoded_parts(  # type: ignore[no-untyped-def]
         made = w0, w1, w2, w3
     # one return: Triton compiles what stands behind another
     return made
+
+
+@triton.jit
+def packed_of(at, block, stride, inside, DEPTH: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The packed scales of a block's parts: [..., 1], or [..., DEPTH] where the halves of parts have their own."""
+    if GROUP >= DEPTH:
+        found = tl.expand_dims(tl.load(at + block * stride, mask=inside, other=0), -1)
+    else:
+        first = tl.load(at + 2 * block * stride, mask=inside, other=0)
+        second = tl.load(at + (2 * block + 1) * stride, mask=inside, other=0)
+        found = tl.where(tl.arange(0, DEPTH) < GROUP, tl.expand_dims(first, -1), tl.expand_dims(second, -1))
+    return found
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from omniplat.portable.word_decode_triton import decoded_parts, multiplier, of_block
+from omniplat.portable.word_decode_triton import decoded_parts, multiplier, of_block, packed_of
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def few_tokens(  # type: ignore[no-untyped-def]
             # where there are none, nothing looks at them
             used, below = held, held
             if PACKED:
-                used = tl.load(packed_at + ((k + start) // BLOCK) * scale_stride, mask=inside, other=0)
+                used = packed_of(packed_at, (k + start) // BLOCK, scale_stride, inside, DEPTH, GROUP)
             elif OWN:
                 used = scales
                 scales = of_block(scale + own, k + (start + BLOCK), n_inside, K, PARTS, DEPTH, GROUP)
@@ -148,8 +148,8 @@ def few_tokens(  # type: ignore[no-untyped-def]
                     if ZERO == "fraction":
                         product -= below[part][:, :, None] * tl.sum(tokens.to(tl.float32), axis=1)[:, None, :]
                     if part % SHARED == SHARED - 1:
-                        by = used if PACKED else used[part]
-                        total += product * multiplier(by, part, SCALE, RAISED)[:, :, None]
+                        by = used if PACKED else used[part][:, :, None]
+                        total += product * multiplier(by, part, SCALE, RAISED)
                         product = tl.zeros([SLICES, BN, BM], dtype=tl.float32)
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     _store(tl.sum(total, axis=0), row_scale + expert * N, bias + expert * N, y, rows, m, m_inside, N, ROW_SCALE, BIAS)
@@ -230,7 +230,7 @@ def many_tokens(  # type: ignore[no-untyped-def]
         # where there are none, nothing looks at them
         used, below = held, held
         if PACKED:
-            used = tl.load(packed_at + (start // BLOCK) * scale_stride, mask=n_inside, other=0)
+            used = packed_of(packed_at, start // BLOCK, scale_stride, n_inside, DEPTH, GROUP)
         elif OWN:
             used = scales
             scales = of_block(scale + own, start + BLOCK, n_inside, K, PARTS, DEPTH, GROUP)
@@ -255,7 +255,7 @@ def many_tokens(  # type: ignore[no-untyped-def]
                 if ZERO == "fraction":
                     product -= below[part][:, None] * tl.sum(tokens.to(tl.float32), axis=0)[None, :]
                 if part % SHARED == SHARED - 1:
-                    by = used if PACKED else used[part]
-                    total += product * multiplier(by, part, SCALE, RAISED)[:, None]
+                    by = used if PACKED else used[part][:, None]
+                    total += product * multiplier(by, part, SCALE, RAISED)
                     product = tl.zeros([BN, BM], dtype=tl.float32)
     _store(total, row_scale + expert * N, bias + expert * N, y, n, m, m_inside, N, ROW_SCALE, BIAS)

@@ -36,7 +36,8 @@ class WordForm:
     `scale`     how scales are stored: "e8m0", "e4m3", "f32", "bf16", "f16", or "none" where only rows have one. Or all
                 of a block's parts in one number: "packed_e8m0", as bytes; "packed_bf16". Those are 2^`raised` times
                 what they stand for (`omniplat.portable.words_ptx`).
-    `group`     columns that share a scale, `rows` rows that do (blocks).
+    `group`     columns that share a scale, `rows` rows that do (blocks). Packed scales of half a part's columns stand
+                in two numbers: of the first halves of a block's parts, then of the others.
     """
 
     element: str
@@ -51,8 +52,13 @@ class WordForm:
 
     @property
     def is_packed(self) -> bool:
-        """True where scales of a block's parts are one number."""
+        """True where scales of a block's parts are one number, or two."""
         return self.scale.startswith("packed")
+
+    @property
+    def halves(self) -> int:
+        """Packed numbers of a block."""
+        return max(1, self.depth // self.group)
 
 
 def why_not(weight: WeightTensors) -> str:
@@ -86,10 +92,11 @@ def form_of(weight: WeightTensors) -> WordForm:
     bits = _BITS[quant.element]
     depth = DEPTH if group % DEPTH == 0 or group == columns else DEPTH // 2
     raised = 0
-    if quant.granularity == "group" and group == depth and scale in ("e8m0", "e4m3") and quant.element in _RAISED:
+    of_parts = quant.granularity == "group" and group in (DEPTH, DEPTH // 2)
+    if of_parts and scale in ("e8m0", "e4m3") and quant.element in _RAISED:
         # a number of less than 4 bytes goes through no pipeline
-        scale = "packed_e8m0" if scale == "e8m0" and bits == 4 else "packed_bf16"
-        raised = _RAISED[quant.element]
+        scale = "packed_e8m0" if scale == "e8m0" and bits == 4 and group == DEPTH else "packed_bf16"
+        raised, depth = _RAISED[quant.element], DEPTH
     return WordForm(quant.element, bits, depth, scale, group, rows, weight.out_features, columns, raised)
 
 
@@ -132,10 +139,17 @@ def _packed_e8m0(
 
 
 def _packed(scale: torch.Tensor, form: WordForm) -> torch.Tensor:
-    """Scales of a block's parts side by side in one number; zeros fill up the last block."""
+    """Scales of a block's parts side by side in a number for each half; zeros fill up the last block."""
     parts = parts_of(form.bits)
-    whole = F.pad(scale, (0, -scale.shape[-1] % parts)).contiguous()
+    whole = F.pad(scale, (0, -scale.shape[-1] % (parts * form.halves)))
+    whole = whole.reshape(*scale.shape[:-1], -1, parts, form.halves).transpose(-1, -2).flatten(-3).contiguous()
     return whole.view(torch.int32 if parts * whole.element_size() == 4 else torch.int64)
+
+
+def _unpacked(scale: torch.Tensor, form: WordForm) -> torch.Tensor:
+    """What `_packed` packed, as bytes or bf16."""
+    single = scale.view(torch.uint8 if form.scale == "packed_e8m0" else torch.bfloat16)
+    return single.reshape(len(scale), -1, form.halves, parts_of(form.bits)).transpose(-1, -2).flatten(1)
 
 
 def _bytes_of(codes: torch.Tensor, quant: TensorQuant, name: str) -> torch.Tensor:
@@ -160,8 +174,8 @@ def decode_form(text: str) -> WordForm:
 
 def word_tensors(weight: WeightTensors, form: WordForm, name: str) -> dict[str, torch.Tensor]:
     """The buffers of a weight that `why_not` allows: `words` int16 [N, K * bits / 16] (K filled up to whole blocks);
-    `scale` as the form says: packed, [blocks, N], so that those of a tile's rows lie side by side; else [N, G], or
-    [ceil(N/bn), ceil(K/bk)] of blocks, so that a row's next ones are in the cache; `zero` uint8 or f32 [N, G];
+    `scale` as the form says: packed, [blocks * halves, N], so that those of a tile's rows lie side by side, else [N, G]
+    or [ceil(N/bn), ceil(K/bk)] of blocks, so that a row's next ones are in the cache; `zero` uint8 or f32 [N, G];
     `row_scale` f32 [N], one factor for each row; `table` f32 [16] of codes that are no numbers; `pre_scale` f32 [K].
     Experts lead, but for `table`. Raises InvalidCheckpointError, naming the layer `name`, for codes and e8m0 scales of
     NaN."""
@@ -199,7 +213,7 @@ def dequantized(
         row = torch.arange(form.out_features, device=words.device) // form.rows
         if zero is not None:
             weight = weight - zero.to(torch.float32)[row][:, column]
-        stored = scale.t().contiguous() if form.is_packed else scale
+        stored = _unpacked(scale.t().contiguous(), form) if form.is_packed else scale
         weight = weight * _multipliers(stored, form)[row][:, column]
     return weight if row_scale is None else weight * row_scale[:, None]
 
@@ -218,5 +232,5 @@ def _multipliers(scale: torch.Tensor, form: WordForm) -> torch.Tensor:
         exponent = scale.view(torch.uint8).to(torch.int32) - 127 - form.raised
         return torch.ldexp(torch.ones(exponent.shape, dtype=torch.float64, device=scale.device), exponent).float()
     if form.scale == "packed_bf16":
-        return scale.view(torch.bfloat16).to(torch.float32) * 2.0**-form.raised
+        return scale.to(torch.float32) * 2.0**-form.raised
     return (scale.view(torch.float8_e4m3fn) if form.scale == "e4m3" else scale).to(torch.float32)

@@ -130,7 +130,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, kernel: Any) -> list[object]:
 def test_what_was_not_tested_goes_through_triton(driver: StandIn, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     if why == "release":
         monkeypatch.setattr(launching, "TESTED", ((3, 2),))
-        launching._is_tested.cache_clear()
+        launching.is_tested.cache_clear()
     elif why == "vendor":
         driver.target = triton.backends.compiler.GPUTarget("hip", "gfx942", 64)
     try:
@@ -140,7 +140,7 @@ def test_what_was_not_tested_goes_through_triton(driver: StandIn, monkeypatch: p
             launch((1, 1, 1), (tensor(torch.float32), None, tensor(torch.float32)), (1, 16, 1))
         assert len(bound) == len(driver.launched) == 3
     finally:
-        launching._is_tested.cache_clear()
+        launching.is_tested.cache_clear()
 
 
 @needs_compiler
