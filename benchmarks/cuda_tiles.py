@@ -45,16 +45,19 @@ def buffers_of(scheme: str, n: int, k: int) -> tuple[WordForm, dict[str, torch.T
     return replace(decode_form(prepared.config.form), out_features=n), tensors
 
 
-def weight_only_tiles(m: int) -> Iterator[weight_only.Tile]:
+def weight_only_tiles(m: int, form: WordForm) -> Iterator[weight_only.Tile | weight_only.FragmentTile]:
     tokens = min(128, max(8, 1 << (m - 1).bit_length()))
     few = [(16, 4), (32, 4), (64, 4), (32, 8)]
     many = [(64, 0, 4), (128, 0, 4), (128, 0, 8), (256, 0, 8)]
     if m > 64:
         for (row, slices, warps), stages in product(many, (3, 4)):
             yield weight_only.Tile(row, tokens, slices, warps, stages)
-        return
-    for (row, slices), stages, unroll in product(few, (2, 3, 4), (1, 2)):
-        yield weight_only.Tile(row, tokens, slices, slices, stages, unroll)
+    elif weight_only.takes_fragments(form, form.in_features, torch.bfloat16, "", torch.device("cuda")):
+        for rows, warps, ahead, tokens_ahead in product((16, 32, 48), (4, 8), (1, 2, 3), (False, True)):
+            yield weight_only.FragmentTile(rows, tokens, warps, ahead, tokens_ahead)
+    else:
+        for (row, slices), stages, unroll in product(few, (2, 3, 4), (1, 2)):
+            yield weight_only.Tile(row, tokens, slices, slices, stages, unroll)
 
 
 def weight_only_runs(scheme: str, n: int, k: int, m: int) -> Iterator[tuple[str, int, Run]]:
@@ -64,9 +67,9 @@ def weight_only_runs(scheme: str, n: int, k: int, m: int) -> Iterator[tuple[str,
     copies = [{name: t.clone() for name, t in tensors.items()} for _ in range(max(2, -(-ROTATED // size)))]
     x = torch.randn(m, k, device="cuda").bfloat16()
     y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-    for tile in weight_only_tiles(m):
+    for tile in weight_only_tiles(m, form):
 
-        def run(i: int, tile: weight_only.Tile = tile) -> None:
+        def run(i: int, tile: weight_only.Tile | weight_only.FragmentTile = tile) -> None:
             held = copies[i % len(copies)]
             optional = (held.get(role) for role in ("zero", "row_scale"))
             weight_only.weight_only_product(
