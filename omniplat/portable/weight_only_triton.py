@@ -104,20 +104,18 @@ def tile_of(m: int, form: WordForm, dtype: torch.dtype, zero: str, device: torch
 
 def _fragment_tile(tokens: int, form: WordForm) -> FragmentTile:
     wide = form.out_features >= 8192
-    # codes of tables take registers that tokens would wait in
-    tokens_ahead = form.element not in TABLES
+    # codes of tables, and scales of half a part, take the registers that tokens would wait in
+    waits = form.element not in TABLES and form.halves == 1
     if tokens <= 8:
-        return FragmentTile(16, tokens, 4 if wide else 8, 2, tokens_ahead and not wide)
+        return FragmentTile(16, tokens, 4 if wide else 8, 2, waits and not wide)
+    if tokens <= 16 and wide:
+        return FragmentTile(32, tokens, 4, 2 if form.is_packed and form.bits == 4 else 1, waits)
     if tokens <= 16:
-        if not wide:
-            return FragmentTile(16, tokens, 8, 1, tokens_ahead)
-        return FragmentTile(
-            32, tokens, 4 if form.bits == 4 or form.is_packed else 8, 2 if form.is_packed else 1, tokens_ahead
-        )
-    if tokens <= 32:
-        if not wide:
-            return FragmentTile(32, tokens, 8, 1, tokens_ahead)
-        return FragmentTile(48, tokens, 4, 1, False) if form.bits == 4 else FragmentTile(32, tokens, 4, 1, True)
+        return FragmentTile(16, tokens, 8, 1, waits)
+    if tokens <= 32 and not wide:
+        return FragmentTile(32, tokens, 8, 1, waits)
+    if tokens <= 32 and form.bits == 8:
+        return FragmentTile(32, tokens, 4, 1, True)
     return FragmentTile(48 if wide else 32, tokens, 4, 1, False)
 
 
