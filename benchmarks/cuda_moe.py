@@ -26,6 +26,7 @@ from omniplat.portable.ahead import compile_kernels
 from omniplat.portable.mx_grid import regroup_rows_torch
 from omniplat.portable.quantize import quantize_rows_torch
 from omniplat.portable.routing import sort_by_expert, weighted_sum
+from omniplat.portable.word_weights import code_values
 from omniplat.runtime.kernel import MoeKernel, load_kernel
 from omniplat.runtime.layers import QuantExperts
 from omniplat.runtime.tensors import WeightTensors
@@ -57,6 +58,17 @@ def quantized(values: torch.Tensor, scheme: Scheme) -> tuple[WeightTensors, torc
         codes = codes.view(torch.float8_e4m3fn)
         tensors = {"codes": codes.view(experts, n, k), "scale": scale.view(experts, n, 1)}
         dense = codes.float() * scale
+    elif scheme.weight.element == "nf4":
+        groups = rows.float().view(len(rows), -1, scheme.weight.group_size)
+        scale = groups.abs().amax(2, keepdim=True)
+        table = code_values("nf4").to(values.device)
+        index = torch.bucketize(groups / scale, (table[1:] + table[:-1]) / 2)
+        nibbles = index.to(torch.uint8).view(len(rows), k)
+        dense = table[index] * scale
+        codes = nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
+        tensors = {"codes": codes.view(experts, n, -1), "scale": scale.view(experts, n, -1)}
+    elif scheme.weight_id not in ("mxfp4", "mxfp8"):
+        raise SystemExit(f"cuda_moe makes no {scheme.weight_id} weights")
     else:
         groups = rows.float().view(len(rows), -1, 32)
         exponent = torch.floor(torch.log2(groups.abs().amax(2, keepdim=True))) - (2 if scheme.weight.bits == 4 else 8)

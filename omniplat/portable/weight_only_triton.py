@@ -124,7 +124,7 @@ def tile_of_experts(
 ) -> Tile | FragmentTile:
     """The same for the rows of one expert, at most `tokens` of them: there are tiles enough without small ones."""
     fold = folds(form, dtype)
-    if tokens <= 64 and takes_fragments(form, form.in_features, dtype, zero, device):
+    if tokens <= 32 and takes_fragments(form, form.in_features, dtype, zero, device):
         return FragmentTile(32, tokens, 4, 2 if tokens <= 16 else 1, tokens <= 16 and form.element not in TABLES)
     return Tile(64, tokens, 4, 4, 2) if tokens <= 16 else _tile_of_many(tokens, fold)
 
