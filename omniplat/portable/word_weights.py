@@ -176,9 +176,9 @@ def word_tensors(weight: WeightTensors, form: WordForm, name: str) -> dict[str, 
     """The buffers of a weight that `why_not` allows: `words` int16 [N, K * bits / 16] (K filled up to whole blocks);
     `scale` as the form says: packed, [blocks * halves, N], so that those of a tile's rows lie side by side, else [N, G]
     or [ceil(N/bn), ceil(K/bk)] of blocks, so that a row's next ones are in the cache; `zero` uint8 or f32 [N, G];
-    `row_scale` f32 [N], one factor for each row; `table` f32 [16] of codes that are no numbers; `pre_scale` f32 [K].
-    Experts lead, but for `table`. Raises InvalidCheckpointError, naming the layer `name`, for codes and e8m0 scales of
-    NaN."""
+    `row_scale` f32 [N], one factor for each row; `table` f32 [16], of codes that are no numbers, in the order that they
+    are held in; `pre_scale` f32 [K]. Experts lead, but for `table`. Raises InvalidCheckpointError, naming the layer
+    `name`, for codes and e8m0 scales of NaN."""
     codes = weight.tensors["codes"]
     rows = _bytes_of(codes.reshape(-1, codes.shape[-1]), weight.scheme.weight, name)
     scale, row_scale = _scales(weight, form, name)
@@ -192,7 +192,7 @@ def word_tensors(weight: WeightTensors, form: WordForm, name: str) -> dict[str, 
         zero = weight.tensors["zero_point"]
         tensors["zero"] = zero.to(torch.float32 if zero.is_floating_point() else torch.uint8).contiguous()
     if form.element in TABLES:
-        tensors["table"] = code_values(form.element).to(codes.device)
+        tensors["table"] = code_values(form.element)[list(TABLES[form.element])].to(codes.device)
     if "pre_scale" in weight.tensors:
         tensors["pre_scale"] = weight.tensors["pre_scale"].to(torch.float32).reshape(-1).contiguous()
     return tensors

@@ -4,7 +4,8 @@ A row is cut into blocks of `parts * depth` columns, where `parts` is 16 over th
 a block (c < depth) holds the codes of columns c, depth + c, 2 * depth + c, ... Part j of a block's words, all decoded
 alike, is then a tile of `depth` consecutive columns. The last block is filled up with code 0.
 
-Where a word holds the bits of a code is a table: floats lie where few operations make 16-bit floats of them.
+Where a word holds the bits of a code is a table: floats lie where few operations make 16-bit floats of them. Codes that
+are no numbers are held in another order.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ import torch.nn.functional as F
 #: Columns of one part: the group of MX schemes. NVFP4's is half of it.
 DEPTH = 32
 
-#: Elements whose codes are no numbers.
-TABLES = ("nf4", "fp4_bnb")
+#: Elements whose codes are no numbers, and the code that each number held stands for: those of h and h + 8 have one
+#: sign, zero having any, and exponents that are both even or both odd. See `_table` of `omniplat.portable.words_ptx`.
+TABLES = {
+    "nf4": (0, 4, 1, 5, 8, 12, 9, 13, 3, 6, 2, 7, 11, 15, 10, 14),
+    "fp4_bnb": (0, 5, 1, 4, 8, 13, 9, 12, 2, 6, 3, 7, 10, 14, 11, 15),
+}
 
 #: Bits of a code, as a mask, and how far to the left of their place in the code they lie in the word.
 Moves = tuple[tuple[int, int], ...]
@@ -50,6 +55,9 @@ def moves_of(element: str, bits: int) -> tuple[Moves, ...]:
 def to_words(codes: torch.Tensor, element: str, bits: int, depth: int) -> torch.Tensor:
     """Codes uint8 [N, K], one a byte (of 4 or 8 bits), to words int16 [N, blocks * depth]."""
     parts = parts_of(bits)
+    if element in TABLES:
+        order = torch.tensor(TABLES[element], device=codes.device)
+        codes = order.argsort().to(torch.uint8)[codes.to(torch.int64)]
     padded = F.pad(codes, (0, -codes.shape[1] % (parts * depth)))
     blocks = padded.view(len(codes), -1, parts, depth).to(torch.int32)
     words = torch.zeros_like(blocks[:, :, 0])
@@ -67,4 +75,7 @@ def from_words(words: torch.Tensor, element: str, bits: int, depth: int, columns
     for part, moves in enumerate(moves_of(element, bits)):
         for mask, left in moves:
             codes[:, :, part] |= (blocks >> left) & mask
-    return codes.flatten(1)[:, :columns].to(torch.uint8)
+    codes = codes.flatten(1)[:, :columns]
+    if element in TABLES:
+        codes = torch.tensor(TABLES[element], device=words.device)[codes.to(torch.int64)]
+    return codes.to(torch.uint8)

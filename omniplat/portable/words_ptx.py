@@ -144,32 +144,28 @@ def _integer(element: str, bits: int, parts: int, bf16: bool, zero: bool) -> Dec
 
 
 def _table(element: str) -> Decoder:
-    """Four codes are a selector of `prmt`, which takes one byte of eight for each: of upper or of lower ones."""
-    wide = np.array([float(value) for value in element_values(element)], np.float32).view(np.uint32)
+    """Four codes are a selector of `prmt`, which takes a byte of eight for each; where a code's highest bit is set, all
+    bits are those bytes' highest ones. So one lookup of two, with codes and with their highest bits inverted, gives a
+    byte of the number, and the other one none or all of its bits, which the byte makes up for."""
+    wide = np.array([float(element_values(element)[code]) for code in TABLES[element]], np.float32).view(np.uint32)
     # to the nearest bf16, ties to even
     entries = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
-    lines = []
+    lower, upper = entries[:8], entries[8:]
+    # a zero has the sign of the number beside it
+    lower, upper = (mine | np.where(mine & 0x7FFF, 0, its & 0x8000) for mine, its in ((lower, upper), (upper, lower)))
+    lines = ["mov.b32 n, 0;"]
     for name, shift in (("l", 0), ("h", 8)):
-        for quarter in range(4):
-            packed = sum(((int(entry) >> shift) & 255) << (8 * i) for i, entry in enumerate(entries[quarter * 4 :][:4]))
-            lines.append(f"mov.b32 {name}{quarter}, 0x{packed:08X};")
-    # The sign of byte 4, all ones, is what a nibble of 12 selects; byte 0, all zeros, what one of 0 does.
-    lines.append(
-        "mov.b32 n, 0; mov.b32 t, 0x80; and.b32 s, $4, 0x77777777; and.b32 u, $4, 0x88888888; "
-        "shr.u32 v, u, 1; or.b32 u, u, v;"
-    )
-    for word in "xy":
-        if word == "y":
-            lines.append("shr.u32 s, s, 16; shr.u32 u, u, 16;")
-        lines.append("prmt.b32 m, n, t, u;")
+        first, second = (lower >> shift) & 255, (upper >> shift) & 255
+        second = second ^ np.where(first & 0x80, 0xFF, 0)
+        for half, numbers in enumerate((first[:4], first[4:], second[:4], second[4:])):
+            packed = sum(int(number) << (8 * i) for i, number in enumerate(numbers))
+            lines.append(f"mov.b32 {name}{half}, 0x{packed:08X};")
+    # codes of the first two parts of both words, then of the others
+    lines.append("prmt.b32 s, $4, n, 0x3120; xor.b32 t, s, 0x88888888;")
+    for part in (0, 2):
+        if part:
+            lines.append("shr.u32 s, s, 16; shr.u32 t, t, 16;")
         for name in "lh":
-            lines.append(
-                f"prmt.b32 a, {name}0, {name}1, s; prmt.b32 b, {name}2, {name}3, s; lop3.b32 {name}, a, b, m, 0xD8;"
-            )
-        lines.append(f"prmt.b32 {word}0, l, h, 0x5140; prmt.b32 {word}1, l, h, 0x7362;")
-    lines.append(
-        "prmt.b32 $0, x0, y0, 0x5410; prmt.b32 $1, x0, y0, 0x7632; "
-        "prmt.b32 $2, x1, y1, 0x5410; prmt.b32 $3, x1, y1, 0x7632;"
-    )
-    names = "n, t, s, u, v, m, a, b, l, h, l0, l1, l2, l3, h0, h1, h2, h3, x0, x1, y0, y1"
-    return _made(4, "", "", names, lines)
+            lines.append(f"prmt.b32 a, {name}0, {name}1, s; prmt.b32 b, {name}2, {name}3, t; xor.b32 {name}, a, b;")
+        lines.append(f"prmt.b32 ${part}, l, h, 0x6240; prmt.b32 ${part + 1}, l, h, 0x7351;")
+    return _made(4, "", "", "n, s, t, a, b, l, h, l0, l1, l2, l3, h0, h1, h2, h3", lines)

@@ -49,6 +49,8 @@ def _computed(operation: str, sources: list[Register]) -> Register:
             return sources[0] & sources[1]
         case ["or", "b32"]:
             return sources[0] | sources[1]
+        case ["xor", "b32"]:
+            return sources[0] ^ sources[1]
         case ["shl", "b32"]:
             return sources[0] << sources[1]
         case ["shr", "u32"]:
