@@ -1,4 +1,4 @@
-"""Time of the portable Triton kernels for every tile that could be chosen: where their `tile_of` comes from.
+"""Time of Triton's kernels for every tile that could be chosen: where their `tile_of` and `TILE` come from.
 
     python benchmarks/cuda_tiles.py [--kernel weight_only|int8] [--schemes mxfp4 ...] [--shapes 12288x3072] [--rows 16]
 
@@ -19,6 +19,7 @@ from multiprocessing import get_context
 import numpy as np
 import torch
 from cuda_linear import ROTATED, graph_of, replayed
+from omniplat_cuda.kernels.int8_gemm import is_hopper
 
 from omniplat.conformance.weights import random_weight
 from omniplat.layer import LayerSpec
@@ -106,6 +107,23 @@ def int8_runs(n: int, k: int, m: int) -> Iterator[tuple[str, int, Run]]:
             int8.int8_product(x, codes[i % count], x_scale, scale, None, torch.bfloat16, tile)
 
         yield str(tile), count, run
+    if not is_hopper(x.device):
+        return
+    from omniplat_cuda.kernels import int8_gemm_hopper as hopper
+
+    rings = [
+        (128, 128, 128, 6, 32),
+        (128, 128, 128, 6, 64),
+        (128, 128, 64, 12, 32),
+        (64, 128, 128, 8, 64),
+        (128, 64, 128, 8, 32),
+    ]
+    for turns in [hopper.Tile(*ring, band) for ring, band in product(rings, (8, 16, 32) if m > 1024 else (16,))]:
+
+        def run_in_turns(i: int, tile: hopper.Tile = turns) -> None:
+            hopper.int8_product(x, codes[i % count], x_scale, scale, None, torch.bfloat16, tile)
+
+        yield f"in turns: {turns}", count, run_in_turns
 
 
 def measured(name: str, copies: int, run: Run, m: int) -> tuple[float, str]:

@@ -121,10 +121,9 @@ def _int_linear(
         return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=out_dtype)
     quantized, row_scale = quantize_rows(rows, decode_quant(activation), pre_scale, input_scale)
     if x.is_cuda and has_triton():
-        from omniplat.portable.int8_gemm_triton import int8_product, tile_of
+        from omniplat_cuda.kernels.int8_gemm import int8_product
 
-        tile = tile_of(count, x.shape[-1], x.device)
-        return _shaped(int8_product(quantized, codes, row_scale, scale, bias, out_dtype, tile), x, out_dtype)
+        return _shaped(int8_product(quantized, codes, row_scale, scale, bias, out_dtype), x, out_dtype)
     if count < _INT_MM_ROWS:
         quantized = F.pad(quantized, (0, 0, 0, _INT_MM_ROWS - count))
     y = torch._int_mm(quantized, codes.t())[:count].to(torch.float32).mul_(scale).mul_(row_scale)

@@ -1,0 +1,188 @@
+"""int8 products by Hopper's kernel: to the bit what the portable one gives, and where it is taken.
+
+It runs on a Hopper only. Elsewhere Triton's own compiler makes it for one; the interpreter has no Gluon: with it, this
+file runs in a process without.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from omniplat.portable.quantize import has_triton
+from tests.support.triton import needs_compiler, needs_cuda, run_without_interpreter
+
+if has_triton():
+    import triton
+    from omniplat_cuda.kernels import int8_gemm
+    from packaging.version import Version
+
+    from omniplat.portable import int8_gemm_triton
+    from omniplat.portable.compilation import Compilation, compile_calls
+    from omniplat.portable.launch import collected
+    from tests.support.standin import StandIn, standing_in
+
+    HAS_GLUON = Version(triton.__version__).release[:2] in int8_gemm.GLUON
+    HAS_HOPPER = torch.cuda.is_available() and int8_gemm.is_hopper(torch.device("cuda", 0))
+else:
+    HAS_GLUON = HAS_HOPPER = False
+
+needs_installed = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+needs_gluon = pytest.mark.skipif(not HAS_GLUON, reason="no release of Triton in whose Gluon the kernel is written")
+needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="no Hopper, or no Triton with its Gluon")
+#: Multiprocessors of an H200, and of nothing else that matters here.
+PROCESSORS = 132
+
+
+def operands(m: int, n: int, k: int, one_token_scale: bool, bias: torch.dtype | None, device: str) -> tuple[Any, ...]:
+    x, codes = (torch.randint(-128, 128, (rows, k), dtype=torch.int8, device=device) for rows in (m, n))
+    x_scale = torch.rand(1 if one_token_scale else m, 1, device=device) / 100
+    scale = torch.rand(1, n, device=device) / 100
+    return x, codes, x_scale, scale, None if bias is None else torch.randn(n, device=device).to(bias)
+
+
+#: A tile and less, a ring and less, edges within tiles, one tile for a program, an odd number of them and many.
+SHAPES = [
+    (1, 8, 16),
+    (130, 136, 80),
+    (600, 264, 2064),
+    (128 * 12, 128 * 11, 768),
+    (513, 128 * 80, 784),
+    (4166, 4104, 144),
+]
+
+
+@needs_cuda
+@needs_hopper
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+@pytest.mark.parametrize("one_token_scale", [True, False])
+@pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_product(
+    m: int, n: int, k: int, one_token_scale: bool, bias: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    from omniplat_cuda.kernels import int8_gemm_hopper
+
+    torch.manual_seed(m)
+    # only the first call goes through Triton's binder
+    for _ in range(2):
+        given = operands(m, n, k, one_token_scale, bias, "cuda")
+        found = int8_gemm_hopper.int8_product(*given, dtype)
+        wanted = int8_gemm_triton.int8_product(*given, dtype, int8_gemm_triton.Tile(64, 128, 128, 4, 4))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    from omniplat_cuda.kernels import int8_gemm_hopper
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(int8_gemm_hopper, "multiprocessors", lambda device: PROCESSORS)
+    int8_gemm_hopper._launch_of.cache_clear()
+    with standing_in(StandIn()) as standin:
+        yield standin
+    int8_gemm_hopper._launch_of.cache_clear()
+
+
+@needs_compiler
+@needs_gluon
+@pytest.mark.parametrize(
+    ("one_token_scale", "bias", "dtype"), [(False, None, torch.bfloat16), (True, torch.float32, torch.float16)]
+)
+def test_it_is_compiled_ahead(
+    driver: StandIn, one_token_scale: bool, bias: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    """One form for every number of tokens and every shape: a call finds it, and holds it."""
+    from omniplat_cuda.kernels import int8_gemm_hopper
+
+    calls = [
+        partial(int8_gemm_hopper.int8_product, *operands(m, n, k, one_token_scale, bias, "cpu"), dtype)
+        for m, n, k in ((513, 256, 128), (4096, 1024, 64))
+    ]
+    assert compile_calls(calls) == Compilation(compiled=1, cached=0)
+    assert not driver.launched
+    for call in calls * 2:
+        call()
+    assert driver.loaded == 1
+    # no more programs than tiles of 128 by 128, nor than multiprocessors
+    assert [launched.grid for launched in driver.launched] == [(10, 1, 1), (PROCESSORS, 1, 1)] * 2
+
+
+@needs_compiler
+@needs_gluon
+def test_what_it_is_compiled_to(driver: StandIn) -> None:
+    """Products of a warpgroup in int8, as wide as the tile, within the shared memory of an sm90."""
+    from omniplat_cuda.kernels import int8_gemm_hopper
+
+    found: list[Any] = []
+    compiling = SimpleNamespace(collect=lambda launch, arguments: found.append(launch.compile(arguments)))
+    with collected(compiling):
+        int8_gemm_hopper.int8_product(*operands(513, 256, 128, False, torch.bfloat16, "cpu"), torch.bfloat16)
+    (compiled,) = found
+    assert "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8" in compiled.asm["ptx"]
+    assert "cp.async.bulk.tensor.2d.global.shared::cta" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= 227 * 1024
+
+
+@needs_installed
+@pytest.mark.parametrize(
+    ("m", "n", "k", "dtype", "hopper", "taken"),
+    [
+        (513, 64, 64, torch.bfloat16, True, True),
+        (4096, 8, 16, torch.float16, True, True),
+        (512, 64, 64, torch.bfloat16, True, False),
+        (513, 64, 64, torch.float32, True, False),
+        (513, 64, 72, torch.bfloat16, True, False),
+        (513, 60, 64, torch.bfloat16, True, False),
+        (513, 64, 64, torch.bfloat16, False, False),
+    ],
+)
+def test_where_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch, m: int, n: int, k: int, dtype: torch.dtype, hopper: bool, taken: bool
+) -> None:
+    import omniplat_cuda.kernels as package
+
+    given = operands(m, n, k, False, None, "cpu")
+    wanted = torch.empty(0)
+    here = SimpleNamespace(int8_product=lambda *arguments: (arguments, wanted)[1])
+    monkeypatch.setitem(sys.modules, "omniplat_cuda.kernels.int8_gemm_hopper", here)
+    monkeypatch.setattr(package, "int8_gemm_hopper", here, raising=False)
+    monkeypatch.setattr(int8_gemm, "is_hopper", lambda device: hopper)
+    monkeypatch.setattr(int8_gemm_triton, "int8_product", lambda *arguments: torch.empty(1))
+    assert (int8_gemm.int8_product(*given, dtype) is wanted) == taken
+
+
+@needs_installed
+@pytest.mark.parametrize(
+    ("capability", "release", "hip", "found"),
+    [
+        ((9, 0), "3.6.0", None, True),
+        ((9, 0), "3.6.0+git1234", None, True),
+        ((10, 0), "3.6.0", None, False),
+        ((8, 9), "3.6.0", None, False),
+        ((9, 0), "3.5.1", None, False),
+        ((9, 0), "3.9.0", None, False),
+        ((9, 4), "3.6.0", "7.0", False),
+    ],
+)
+def test_which_devices_run_it(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], release: str, hip: str | None, found: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(triton, "__version__", release)
+    # past the cache, which other tests' devices are in
+    asked = int8_gemm.is_hopper.__wrapped__
+    assert asked(torch.device("cuda", 0)) == found
+    assert not asked(torch.device("cpu"))
+
+
+def test_without_the_interpreter() -> None:
+    run_without_interpreter(__file__)
