@@ -62,9 +62,15 @@ SHAPES = [
 @needs_cuda
 @needs_hopper
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-@pytest.mark.parametrize("one_token_scale", [True, False])
-@pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("one_token_scale", "bias", "dtype"),
+    [
+        (False, None, torch.bfloat16),
+        (True, torch.bfloat16, torch.bfloat16),
+        (False, torch.float32, torch.float16),
+        (True, None, torch.float16),
+    ],
+)
 def test_the_product(
     m: int, n: int, k: int, one_token_scale: bool, bias: torch.dtype | None, dtype: torch.dtype
 ) -> None:
@@ -73,10 +79,11 @@ def test_the_product(
     torch.manual_seed(m)
     # only the first call goes through Triton's binder
     for _ in range(2):
-        given = operands(m, n, k, one_token_scale, bias, "cuda")
-        found = int8_gemm_hopper.int8_product(*given, dtype)
-        wanted = int8_gemm_triton.int8_product(*given, dtype, int8_gemm_triton.Tile(64, 128, 128, 4, 4))
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        x, codes, x_scale, scale, added = operands(m, n, k, one_token_scale, bias, "cuda")
+        found = int8_gemm_hopper.int8_product(x, codes, x_scale, scale, added, dtype)
+        wanted = (x.double() @ codes.double().t()).float() * scale * x_scale
+        wanted = wanted if added is None else wanted + added.float()
+        torch.testing.assert_close(found, wanted.to(dtype), rtol=0, atol=0)
 
 
 @pytest.fixture
