@@ -88,14 +88,19 @@ def test_the_product(
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    """Nothing is compiled yet, and nothing that was compiled here is left to a real device."""
     from omniplat_cuda.kernels import int8_gemm_hopper
+
+    def forget() -> None:
+        int8_gemm_hopper._launch_of.cache_clear()
+        int8_gemm_hopper._ping_pong.device_caches.clear()
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(int8_gemm_hopper, "multiprocessors", lambda device: PROCESSORS)
-    int8_gemm_hopper._launch_of.cache_clear()
+    forget()
     with standing_in(StandIn()) as standin:
         yield standin
-    int8_gemm_hopper._launch_of.cache_clear()
+        forget()
 
 
 @needs_compiler
