@@ -6,7 +6,7 @@ A register holds two words, one in each half, and each part of both becomes a re
   (`omniplat.portable.words`). That makes them too small by a power of two. A product mends it, exactly, also for
   subnormals; where scales go into the weight, they are held larger by that power, and the product is theirs.
 * Integers are put into the mantissa of a number whose unit is 1, which is taken away again, with a zero point if there
-  is one.
+  is one. Those of 8 bits are put into two of bf16, whose mantissa has 7: each takes one half.
 * Codes of tables pick the two bytes of their bf16 number among the table's, eight entries at a time.
 """
 
@@ -35,6 +35,8 @@ _INTEGERS: dict[tuple[str, bool], tuple[int, float, float]] = {
     ("int8", False): (0x6400, 1024.0, -128.0),
     ("uint8", False): (0x6400, 1024.0, 0.0),
 }
+#: What code 0 stands for of integers that bf16 takes in halves.
+_HALVED = {"int8": -128.0, "uint8": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class Decoder:
 
 def base_of(element: str, bf16: bool) -> float:
     """What is to be subtracted from the number that carries a code, beside a zero point; 0 for other elements."""
+    if bf16 and element in _HALVED:
+        return -_HALVED[element]
     if (element, bf16) not in _INTEGERS:
         return 0.0
     _, carrier, least = _INTEGERS[element, bf16]
@@ -66,6 +70,8 @@ def decoder(element: str, bits: int, bf16: bool, zero: bool, scale: str) -> Deco
         return _float(element, bits, bf16, scale)
     if (element, bf16) in _INTEGERS:
         return _integer(element, bits, parts, bf16, zero)
+    if element in _HALVED and bf16:
+        return _halved(element, zero)
     if element in TABLES and bf16:
         return _table(element)
     return None
@@ -141,6 +147,28 @@ def _integer(element: str, bits: int, parts: int, bf16: bool, zero: bool) -> Dec
         lines.append(f"lop3.b32 a, {source}, {mask}, c, 0xEA;")
         lines.append(f"fma.rn.{kind} ${part}, a, o, {f'${parts + 1 + part}' if zero else 'l'};")
     return _made(parts, "r" * parts if zero else "", "less" if zero else "", "w, a, c, o, l", lines)
+
+
+def _halved(element: str, zero: bool) -> Decoder:
+    """16 times the upper half and the lower one. All numbers on the way are integers up to 256, which bf16 holds."""
+    least = int(np.float32(-128.0 - (0.0 if zero else base_of(element, True))).view(np.uint32)) >> 16
+    # 128, -128, 1, 16, and -128 less what code 0 stands for
+    lines = [
+        f"mov.b32 w, $2; mov.b32 c, {_twice(0x4300)}; mov.b32 m, {_twice(0xC300)}; mov.b32 o, {_twice(0x3F80)}; "
+        f"mov.b32 s, {_twice(0x4180)}; mov.b32 l, {_twice(least)};"
+    ]
+    for part in range(2):
+        for half in range(2):
+            shift, to = 8 * part + 4 * half, "ab"[half]
+            source = to if shift else "w"
+            lines.append(f"shr.u32 {to}, w, {shift};" if shift else "")
+            lines.append(f"lop3.b32 {to}, {source}, {_twice(15)}, c, 0xEA;")
+        lines.append("fma.rn.bf16x2 a, a, o, l; fma.rn.bf16x2 b, b, o, m;")
+        if zero:
+            lines.append(f"fma.rn.bf16x2 a, b, s, a; fma.rn.bf16x2 ${part}, a, o, ${3 + part};")
+        else:
+            lines.append(f"fma.rn.bf16x2 ${part}, b, s, a;")
+    return _made(2, "rr" if zero else "", "less" if zero else "", "w, a, b, c, m, o, s, l", lines)
 
 
 def _table(element: str) -> Decoder:

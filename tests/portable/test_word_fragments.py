@@ -29,7 +29,7 @@ def taken(form: WordForm, dtype: str = "bf16", zero: str = "", columns: int = 0)
 
 
 @needs_tested_triton
-@pytest.mark.parametrize("weight_id", ["mxfp4", "nvfp4", "uint4-g64", "nf4-b64", "fp8-channel", "fp8-block128x128"])
+@pytest.mark.parametrize("weight_id", ["mxfp4", "nvfp4", "uint4-g64", "nf4-b64", "fp8-block128x128", "uint8-g64"])
 def test_they_compile(weight_id: str) -> None:
     lines = [line.split() for line in compiled("sm90", weight_id, tokens=(5, 30))]
     assert len(lines) == 4

@@ -57,9 +57,12 @@ def test_every_word_is_decoded(element: str, bf16: bool) -> None:
     np.testing.assert_array_equal(decoded(element, bf16, False, "")[finite], number[finite])
 
 
-@pytest.mark.parametrize(("element", "bf16"), [("int4", True), ("uint4", True), ("uint4", False), ("uint8", False)])
+@pytest.mark.parametrize(
+    ("element", "bf16"),
+    [("int4", True), ("uint4", True), ("uint4", False), ("uint8", False), ("uint8", True), ("int8", True)],
+)
 def test_zero_points_are_subtracted(element: str, bf16: bool) -> None:
-    zeros = np.arange(parts_of(BITS[element])) * 3 + 1
+    zeros = np.array([1, 127 if element == "int8" else 255] if BITS[element] == 8 else [1, 4, 7, 15])
     less = [
         np.uint64(np.asarray(-(zero + base_of(element, bf16)), HALF[bf16]).view(np.uint16)) * np.uint64(0x10001)
         for zero in zeros
