@@ -58,6 +58,25 @@ def reencode(weight: WeightTensors, target: str, name: str = "") -> WeightTensor
     return replace(weight, scheme=replace(weight.scheme, weight=parse_weight_id(target)), tensors=tensors)
 
 
+def row_binades(weight: WeightTensors, name: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+    """What `reencode` to "fp8-channel" moves into the codes of a weight [N, K], and what is left as its scales.
+
+    How many binades each group lies below the largest of its row, uint8 [N, G], 0 for groups of zeros; and the scales
+    of rows, f32 [N, 1]. Raises as `reencode` does.
+    """
+    quant = weight.scheme.weight
+    rule = rule_for(weight.scheme.weight_id, "fp8-channel")
+    codes, scale = weight.tensors["codes"].view(torch.uint8), e8m0_scale(weight.tensors["scale"], name)
+    parts = []
+    for start in range(0, len(codes), _ROWS):
+        groups = _groups(codes[start : start + _ROWS], scale[start : start + _ROWS], quant)
+        _require_span(groups, rule, name)
+        base, below = _from_the_largest(groups)
+        parts.append((below.to(torch.uint8), _powers(base - rule.headroom)))
+    below, scales = (torch.cat(part) for part in zip(*parts, strict=True))
+    return below, scales
+
+
 def _groups(codes: torch.Tensor, scale: torch.Tensor, quant: TensorQuant) -> _Groups:
     magnitude = codes & (0x77 if quant.bits == 4 else 0x7F)
     occupied = magnitude.view(len(codes), scale.shape[1], -1).amax(2) > 0
@@ -89,11 +108,17 @@ def _elements(codes: torch.Tensor, quant: TensorQuant) -> torch.Tensor:
 def _as_fp8(
     elements: torch.Tensor, groups: _Groups, quant: TensorQuant, rule: Reencoding
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    base, below = _from_the_largest(groups)
+    values = elements * _powers(rule.headroom - below).repeat_interleave(quant.group_size, dim=1)
+    return values.to(torch.float8_e4m3fn).view(torch.uint8), _powers(base - rule.headroom)
+
+
+def _from_the_largest(groups: _Groups) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exponent of each row's largest group, int32 [rows, 1], 0 for a row of zeros; and how many binades groups lie
+    below it, int32 [rows, G], 0 for those of zeros."""
     largest = torch.where(groups.occupied, groups.exponent, -_BIAS - 1).amax(1, keepdim=True)
     base = torch.where(largest < -_BIAS, 0, largest)
-    shift = torch.where(groups.occupied, groups.exponent - base, 0) + rule.headroom
-    values = elements * _powers(shift).repeat_interleave(quant.group_size, dim=1)
-    return values.to(torch.float8_e4m3fn).view(torch.uint8), _powers(base - rule.headroom)
+    return base, torch.where(groups.occupied, base - groups.exponent, 0)
 
 
 def _as_int8(

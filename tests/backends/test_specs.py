@@ -135,6 +135,10 @@ def test_every_pattern_of_weights_means_a_scheme(kind: str, capability: Capabili
         assert any(matches((pattern,), name) for name in known), f"{pattern} matches no scheme"
 
 
+#: Kernels that re-encode codes while they multiply them.
+ON_THE_WAY = ("fp8_decoded_mxfp4", "fp8_decoded_mxfp4_a8")
+
+
 @each
 def test_a_reencoding_says_what_it_becomes_and_what_it_costs(kind: str, capability: Capability) -> None:
     if not capability.via:
@@ -143,7 +147,7 @@ def test_a_reencoding_says_what_it_becomes_and_what_it_costs(kind: str, capabili
     target = Scheme.parse(f"{capability.via}/a16").weight
     (stored,) = capability.weights
     bits = Scheme.parse(f"{stored}/a16").weight.bits
-    assert capability.resident == target.bits / bits
+    assert capability.resident == (1.0 if capability.name in ON_THE_WAY else target.bits / bits)
 
 
 @every

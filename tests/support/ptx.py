@@ -1,6 +1,7 @@
 """The few PTX instructions that decode weights, computed with numpy: what a device does with such a text.
 
-Only what `omniplat.portable.words_ptx` writes is known; anything else is an error.
+Only what `omniplat.portable.words_ptx` and `omniplat_cuda.kernels.decoded_ptx` write is known; anything else is an
+error.
 """
 
 from __future__ import annotations
@@ -57,6 +58,12 @@ def _computed(operation: str, sources: list[Register]) -> Register:
             return sources[0] >> sources[1]
         case ["lop3", "b32"]:
             return _LOOKUPS[int(sources[3])](*sources[:3])
+        case ["mad", "lo", "u32"]:
+            return sources[0] * sources[1] + sources[2]
+        case ["setp", "eq", "u32"]:
+            return np.asarray(sources[0] == sources[1], np.uint64)
+        case ["selp", "b32"]:
+            return np.where(sources[2] == 1, sources[0], sources[1])
         case ["prmt", "b32"]:
             return _permuted(*sources)
         case ["fma", "rn", kind]:

@@ -26,6 +26,9 @@ SCHEMES = [
     ("scaled_mm_mxfp4", "mxfp4/mxfp4"),
     ("scaled_mm_mxfp4_a8", "mxfp4/fp8-token"),
     ("scaled_mm_mxfp4_a8", "mxfp4/mxfp4"),
+    ("fp8_decoded_mxfp4", "mxfp4/mxfp4"),
+    ("fp8_decoded_mxfp4_a8", "mxfp4/fp8-token"),
+    ("fp8_decoded_mxfp4_a8", "mxfp4/mxfp4"),
 ]
 each_scheme = pytest.mark.parametrize(("kernel", "scheme"), SCHEMES)
 
@@ -72,7 +75,7 @@ def test_smoothing_is_applied(kernel: str, scheme: str, device: str) -> None:
     check(layer_of(kernel, weight, device), weight, torch.randn(9, 96, device=device).bfloat16())
 
 
-@each_scheme
+@pytest.mark.parametrize(("kernel", "scheme"), [case for case in SCHEMES if case[0].startswith("scaled_mm")])
 def test_what_lies_on_the_device_is_the_oracles_re_encoding(kernel: str, scheme: str) -> None:
     weight = with_span(scheme, 5)
     moved = reencode(weight, "fp8-channel")
@@ -116,6 +119,8 @@ def test_a_graph_replays(kernel: str, scheme: str) -> None:
         ("scaled_mm_mxfp4", "mxfp4/a16", 96),
         ("scaled_mm_mxfp4", "nvfp4/nvfp4", 96),
         ("scaled_mm_mxfp4_a8", "mxfp4/int8-token", 96),
+        ("fp8_decoded_mxfp4", "mxfp4/fp8-token", 96),
+        ("fp8_decoded_mxfp4_a8", "mxfp8/fp8-token", 96),
     ],
 )
 def test_what_is_not_declared_is_refused(kernel: str, scheme: str, k: int) -> None:
@@ -123,12 +128,13 @@ def test_what_is_not_declared_is_refused(kernel: str, scheme: str, k: int) -> No
         layer_of(kernel, weight_of(Scheme.parse(scheme), 48, k), "cpu")
 
 
-def test_an_activation_rule_that_no_quantizer_has_is_refused() -> None:
+@pytest.mark.parametrize("kernel", ["scaled_mm_mxfp4", "fp8_decoded_mxfp4"])
+def test_an_activation_rule_that_no_quantizer_has_is_refused(kernel: str) -> None:
     scheme = Scheme.parse("mxfp4/mxfp4")
     assert scheme.activation is not None
     odd = replace(scheme, activation=replace(scheme.activation, rounding="half-away"))
     with pytest.raises(UnsupportedCombinationError, match=r"nearest.even"):
-        layer_of("scaled_mm_mxfp4", weight_of(odd), "cpu")
+        layer_of(kernel, weight_of(odd), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -136,6 +142,8 @@ def test_an_activation_rule_that_no_quantizer_has_is_refused() -> None:
     [
         ("mxfp8/mxfp8", "memory", "scaled_mm_mxfp8"),
         ("mxfp4/mxfp4", "speed", "scaled_mm_mxfp4"),
+        ("mxfp4/mxfp4", "memory", "fp8_decoded_mxfp4"),
+        ("mxfp4/fp8-token", "memory", "fp8_decoded_mxfp4_a8"),
     ],
 )
 def test_plans_take_these_kernels_on_hopper(scheme: str, prefer: str, kernel: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from omniplat.capability import Capability, multiples
 from omniplat_cuda.capabilities.common import (
     FLOAT_RULES,
     FP8_ACCUMULATOR,
+    GLUON,
     HALF,
     MX_RULES,
     NEAREST,
@@ -20,6 +23,7 @@ from omniplat_cuda.capabilities.common import (
 
 _KERNELS = "omniplat_cuda.kernels.torch_native"
 _REENCODED = "omniplat_cuda.kernels.reencoded"
+_DECODED = "omniplat_cuda.kernels.decoded"
 _GROUPED = "omniplat_cuda.kernels.grouped"
 _SCALED_MM = multiples(16, "out", "in")
 _TENSOR_SCALED = ("fp8-token", "fp8-tensor", "fp8-tensor-static")
@@ -75,6 +79,25 @@ MXFP4_A8 = Capability(
     resident=2.0,
     impl=f"{_REENCODED}:ScaledMmMxfp4A8",
 )
+#: The same products of weights that stay in 4 bits.
+DECODED_MXFP4 = replace(
+    MXFP4,
+    name="fp8_decoded_mxfp4",
+    archs=SM90,
+    requires=(TORCH, GLUON),
+    priority=39,
+    resident=1.0,
+    impl=f"{_DECODED}:DecodedMxfp4",
+)
+DECODED_MXFP4_A8 = replace(
+    MXFP4_A8,
+    name="fp8_decoded_mxfp4_a8",
+    archs=SM90,
+    requires=(TORCH, GLUON),
+    priority=34,
+    resident=1.0,
+    impl=f"{_DECODED}:DecodedMxfp4A8",
+)
 LINEAR = (
     Capability(
         "scaled_mm_tensor",
@@ -121,6 +144,8 @@ LINEAR = (
     MXFP8,
     MXFP4,
     MXFP4_A8,
+    DECODED_MXFP4,
+    DECODED_MXFP4_A8,
     Capability(
         "scaled_mm_mx_native",
         "linear",

@@ -37,7 +37,7 @@ def _rowwise_outputs(device: torch.device) -> tuple[torch.dtype, ...]:
     return (*_HALF, torch.float32) if every else (torch.bfloat16,)
 
 
-def _scaled_linear(
+def scaled_linear(
     x: torch.Tensor,
     codes: torch.Tensor,
     scale: torch.Tensor,
@@ -74,10 +74,10 @@ def _scaled_linear(
             fused = bias is None
     if bias is not None and not fused:
         y = y.add_(bias)
-    return _shaped(y, x, out_dtype)
+    return shaped(y, x, out_dtype)
 
 
-def _shaped(y: torch.Tensor, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def shaped(y: torch.Tensor, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """`y` [M, N] in `out_dtype`, with the leading shape of `x`. Conversions to what a tensor is already take time."""
     if y.dtype != out_dtype:
         y = y.to(out_dtype)
@@ -123,15 +123,15 @@ def _int_linear(
     if x.is_cuda and has_triton():
         from omniplat_cuda.kernels.int8_gemm import int8_product
 
-        return _shaped(int8_product(quantized, codes, row_scale, scale, bias, out_dtype), x, out_dtype)
+        return shaped(int8_product(quantized, codes, row_scale, scale, bias, out_dtype), x, out_dtype)
     if count < _INT_MM_ROWS:
         quantized = F.pad(quantized, (0, 0, 0, _INT_MM_ROWS - count))
     y = torch._int_mm(quantized, codes.t())[:count].to(torch.float32).mul_(scale).mul_(row_scale)
     if bias is not None:
         y = y.add_(bias)
-    return _shaped(y, x, out_dtype)
+    return shaped(y, x, out_dtype)
 
 
-for _name, _implementation in (("cuda_scaled_linear", _scaled_linear), ("cuda_int_linear", _int_linear)):
+for _name, _implementation in (("cuda_scaled_linear", scaled_linear), ("cuda_int_linear", _int_linear)):
     # On the CPU torch has the same products: slow, and enough to test the code around them.
     register(_LIBRARY, _name + _ARGUMENTS, dict.fromkeys(("CUDA", "CPU"), _implementation), linear_fake)

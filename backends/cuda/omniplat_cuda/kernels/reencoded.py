@@ -22,7 +22,7 @@ from omniplat.scheme import TensorQuant, parse_activation_id
 from omniplat_cuda.capabilities import torch_native as declared
 from omniplat_cuda.kernels.torch_native import ScaledMm, TorchConfig
 
-_ROLES = ("codes", "scale", "pre_scale")
+ROLES = ("codes", "scale", "pre_scale")
 
 
 class Reencoded(ScaledMm):
@@ -33,22 +33,24 @@ class Reencoded(ScaledMm):
     def prepare(self, weight: WeightTensors, spec: LayerSpec) -> Prepared[TorchConfig]:
         """Raises UnsupportedCombinationError for what the capability does not declare; InvalidCheckpointError for
         scales that span too many binades and for NaN."""
-        require_declared("cuda", self.capability, weight, spec, _ROLES)
+        require_declared("cuda", self.capability, weight, spec, ROLES)
         moved = reencode(weight, self.capability.via, spec.name)
-        return self.laid_out(moved, spec, self._executed(weight, spec))
+        return self.laid_out(moved, spec, executed_activation(self.capability, weight, spec))
 
-    def _executed(self, weight: WeightTensors, spec: LayerSpec) -> TensorQuant:
-        """How the input is quantized."""
-        if self.capability.executes:
-            executed = parse_activation_id(self.capability.executes)
-        else:
-            executed = weight.scheme.activation
-            if reason := why_not(executed, weight.in_features):
-                raise UnsupportedCombinationError(
-                    "cuda", spec.op, weight.scheme.id, [spec.name], [f"{self.name}  needs {reason}"]
-                )
-        assert executed is not None
-        return executed
+
+def executed_activation(capability: Capability, weight: WeightTensors, spec: LayerSpec) -> TensorQuant:
+    """How inputs of a re-encoded weight are quantized; raises UnsupportedCombinationError for a rule of MX scales or
+    rounding that no quantizer here has."""
+    if capability.executes:
+        executed = parse_activation_id(capability.executes)
+    else:
+        executed = weight.scheme.activation
+        if reason := why_not(executed, weight.in_features):
+            raise UnsupportedCombinationError(
+                "cuda", spec.op, weight.scheme.id, [spec.name], [f"{capability.name}  needs {reason}"]
+            )
+    assert executed is not None
+    return executed
 
 
 class ScaledMmMxfp8(Reencoded):

@@ -1,0 +1,175 @@
+"""mxfp4 weights that stay in 4 bits: how they lie in memory, what PTX makes of them, and that the kernel compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from omniplat_cuda.kernels.decoded_ptx import CONSTRAINTS, NORMAL, decoder
+from omniplat_cuda.kernels.decoded_words import MAX_BELOW, to_e4m3, to_shifts, to_words
+
+from omniplat import oracle
+from omniplat.canonical import CanonicalWeight
+from omniplat.oracle.reencode import reencode
+from omniplat.portable.quantize import has_triton
+from omniplat.portable.reencode import row_binades
+from omniplat.runtime.tensors import to_torch
+from omniplat.scheme import Scheme
+from tests.backends.cuda.building import each_device, layer_of
+from tests.support.ptx import evaluated
+from tests.support.triton import needs_compiler, needs_cuda, run_without_interpreter
+
+if has_triton():
+    from omniplat.portable.launch import Launch, collected
+    from tests.support.standin import StandIn, standing_in
+
+
+def weight_of(rows: int, columns: int, span: int, seed: int) -> CanonicalWeight:
+    """Groups anywhere within `span` binades, one of each row at either end, and some of zeros."""
+    rng = np.random.default_rng(seed)
+    scheme = Scheme.parse("mxfp4/mxfp4")
+    values = rng.standard_normal((rows, columns)).astype(np.float32)
+    values[rng.random((rows, columns // 32)).repeat(32, axis=1) < 0.1] = 0.0
+    weight = oracle.quantize_weight(values, scheme.weight)
+    scale = 130 - rng.integers(0, span + 1, (rows, columns // 32))
+    scale[:, 0], scale[:, -1] = 130, 130 - span
+    return CanonicalWeight(scheme, rows, columns, {**weight.tensors, "scale": scale.astype(np.uint8)})
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    groups=st.integers(1, 13),
+    span=st.integers(0, MAX_BELOW),
+    seed=st.integers(0, 2**32),
+)
+def test_words_and_shifts_hold_the_re_encoded_weight(rows: int, groups: int, span: int, seed: int) -> None:
+    weight = weight_of(rows, 32 * groups, 0 if groups == 1 else span, seed)
+    wanted = reencode(weight, "fp8-channel")
+    stored = to_torch(weight)
+    below, scale = row_binades(stored)
+    words, shifts = to_words(stored.tensors["codes"]), to_shifts(below)
+    found = to_e4m3(words, shifts, weight.in_features)
+    np.testing.assert_array_equal(found.numpy(), wanted.tensors["codes"].view(np.uint8))
+    np.testing.assert_array_equal(scale.numpy(), wanted.tensors["scale"])
+
+
+def registers(words: torch.Tensor) -> NDArray[np.uint64]:
+    """[rows, q, group]: the words of each row's only block."""
+    return words.numpy().view("<u4").reshape(len(words), 4, 4).astype(np.uint64)
+
+
+@pytest.mark.parametrize(("wide", "spans"), [(False, NORMAL), (True, MAX_BELOW)])
+def test_the_ptx_decodes_every_code_under_every_shift(wide: bool, spans: int) -> None:
+    """In each of the eight places of a word, in each of the four groups."""
+    rows = 16 * (spans + 1)
+    row = np.arange(rows)[:, None]
+    nibbles = ((row // (spans + 1) + np.arange(128)) % 16).astype(np.uint8)
+    codes = torch.from_numpy(nibbles[:, ::2] | nibbles[:, 1::2] << 4)
+    below = torch.from_numpy(((row + np.arange(4)) % (spans + 1)).astype(np.uint8))
+    words, shifts = to_words(codes), to_shifts(below)
+    # [row, group, half, q, i]
+    wanted = to_e4m3(words, shifts, 128).numpy().reshape(rows, 4, 2, 4, 4)
+    held = registers(words)
+    for first in (0, 2):
+        for q in range(4):
+            inputs = [*(held[:, q, group] for group in range(4)), shifts[0].numpy().view(np.uint32).astype(np.uint64)]
+            found = evaluated(decoder(first, wide), 4, inputs)
+            for index, register in enumerate(found):
+                there = wanted[:, first + index // 2, index % 2, q]
+                np.testing.assert_array_equal(register.view(np.uint8).reshape(rows, 4), there)
+
+
+def test_operands_are_as_many_as_the_text_has() -> None:
+    """Four registers come out of both calls; sixteen bytes of words go in, and sixteen numbers of 32 bits."""
+    assert CONSTRAINTS.split(",") == ["=&r"] * 4 + ["r"] * 20
+
+
+@each_device
+@pytest.mark.parametrize(("span", "wide"), [(0, False), (NORMAL, False), (NORMAL + 1, True), (MAX_BELOW, True)])
+def test_both_forms_are_the_re_encoded_kernels_product(span: int, wide: bool, device: str) -> None:
+    """To the last bit: also the order of sums is the same."""
+    weight = weight_of(272, 416, span, 3)
+    decoded, moved = (layer_of(name, weight, device) for name in ("fp8_decoded_mxfp4", "scaled_mm_mxfp4"))
+    assert decoded.config.wide == wide
+    torch.manual_seed(0)
+    for rows in (1, 17, 100, 300, 2000) if device == "cuda" else (5,):
+        x = torch.randn(rows, 416, device=device).bfloat16()
+        torch.testing.assert_close(decoded(x), moved(x), rtol=0, atol=0)
+
+
+def test_what_lies_on_the_device_is_what_is_stored() -> None:
+    layer = layer_of("fp8_decoded_mxfp4", weight_of(48, 256, 5, 0), "cpu")
+    assert layer.nbytes == 48 * (256 // 2 + 256 // 32) + 48 * 4
+
+
+@needs_cuda
+def test_a_bias_of_any_dtype_is_added_before_rounding() -> None:
+    weight = weight_of(272, 416, 3, 1)
+    layer = layer_of("fp8_decoded_mxfp4", weight, "cuda")
+    x = torch.randn(300, 416, device="cuda").bfloat16()
+    for dtype in (torch.bfloat16, torch.float32):
+        bias = torch.randn(272, device="cuda").to(dtype)
+        buffers = dict(layer.named_buffers())
+        exact, found = (
+            layer.kernel.apply(layer.config, buffers, x, added, out_dtype, None)
+            for added, out_dtype in ((None, torch.float32), (bias, torch.bfloat16))
+        )
+        torch.testing.assert_close(found, (exact + bias.float()).bfloat16(), rtol=0, atol=0)
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    with standing_in(StandIn()) as standin:
+        yield standin
+
+
+class Compiles:
+    """Compiles what would be launched."""
+
+    def __init__(self) -> None:
+        self.compiled: list[Any] = []
+
+    def collect(self, launch: Launch, arguments: Sequence[Any]) -> None:
+        self.compiled.append(launch.compile(arguments))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("tokens", "out_dtype", "bias", "wide"),
+    [(4096, torch.bfloat16, False, False), (5, torch.float16, True, True), (200, torch.float32, True, False)],
+)
+def test_it_compiles_for_hopper(
+    driver: Any, monkeypatch: pytest.MonkeyPatch, tokens: int, out_dtype: torch.dtype, bias: bool, wide: bool
+) -> None:
+    """Products are the tensor core's, of codes in registers, and tiles fit into shared memory."""
+    from omniplat_cuda.kernels import decoded_gluon
+
+    monkeypatch.setattr(decoded_gluon, "_processors", lambda device: 132)
+    x = torch.zeros(tokens, 416, dtype=torch.uint8)
+    words, shifts = torch.zeros(272, 256, dtype=torch.uint8), torch.zeros(4, 272, dtype=torch.int32)
+    scale, added = torch.ones(1, 272), torch.zeros(272, dtype=torch.bfloat16) if bias else None
+    kernels = Compiles()
+    with collected(kernels):
+        tile = decoded_gluon.tile_of(tokens, 272, x.device)
+        decoded_gluon.decoded_product(x, words, shifts, torch.ones(tokens, 1), scale, added, out_dtype, wide, tile)
+    (kernel,) = kernels.compiled
+    products = [line for line in kernel.asm["ptx"].splitlines() if "wgmma.mma_async" in line]
+    # of both groups of warps: four groups of columns each
+    assert len(products) == 8
+    assert all(f"m64n{tile.tokens}k32.f32.e4m3.e4m3" in line for line in products)
+    # the left operand is four registers and no descriptor
+    assert all(line.count("{") == 2 for line in products)
+    assert kernel.metadata.shared <= 232448
+
+
+def test_without_the_interpreter() -> None:
+    run_without_interpreter(__file__)
