@@ -14,6 +14,10 @@ from omniplat.portable.mx_grid import GROUP, HEADROOM, LEAST_EXPONENT
 from omniplat.portable.quantize_triton import block_of, converts_fp8, warps_of
 from omniplat.scheme import TensorQuant
 
+#: In place of the exponents of a token's groups: below all of them, where they are all zeros; and above, where one is
+#: not finite.
+_NOTHING, _BAD = -1000, 1000
+
 
 def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among its own types
     x,
@@ -29,6 +33,8 @@ def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among 
     GROUP: tl.constexpr,
     HEADROOM: tl.constexpr,
     LEAST: tl.constexpr,
+    NOTHING: tl.constexpr,
+    BAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -57,32 +63,37 @@ def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among 
     # 2^-exponent; its reciprocal 2^-127 is subnormal, which these units multiply by exactly enough: only values from
     # 2^125 on meet it
     up = tl.where(exponent < 127, (127 - exponent) << 23, 0x400000).to(tl.float32, bitcast=True)
+    # of the group's largest value: 0.25 is rounded to 0
+    occupied = amax.to(tl.float32, bitcast=True) * up > 0.25
+    top = tl.where(finite, tl.where(occupied, exponent, NOTHING), BAD)
+    top = tl.max(top, axis=0)
+    shift = tl.where(top == NOTHING, 0, tl.maximum(top, LEAST) - HEADROOM)
+    scale = tl.where(top == BAD, float("nan"), ((shift + 127) << 23).to(tl.float32, bitcast=True))
+    tl.store(scales + row, scale)
     scaled = groups * up[:, None]
     magnitude = tl.minimum(tl.abs(scaled), 6.0)
-    bits = magnitude.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) & -0x400000).to(tl.float32, bitcast=True)
-    # 1.5 * 2^22: its unit is 0.5, the spacing of e2m1's subnormals
-    small = (magnitude + 6291456.0) - 6291456.0
-    grid = tl.where(magnitude < 1.0, small, normal)
-    occupied = tl.max(grid, axis=1) > 0.0
-    top = tl.max(tl.where(occupied & finite, exponent, -1000), axis=0)
-    shift = tl.where(top == -1000, 0, tl.maximum(top, LEAST) - HEADROOM)
-    bad = tl.max(tl.where(finite, 0, 1), axis=0)
-    tl.store(scales + row, tl.where(bad > 0, float("nan"), ((shift + 127) << 23).to(tl.float32, bitcast=True)))
+    # The power of two below, at least 1, times 1.5 * 2^22: a number whose unit is e2m1's spacing there. It is added and
+    # taken away again.
+    power = (tl.maximum(magnitude, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    grid = tl.fma(power, -6291456.0, tl.fma(power, 6291456.0, magnitude))
     # codes below 2^-10 are rounded to 0 whatever their exponent: 2^-126 stands for all of those
     down = tl.maximum(exponent - shift, -126)
     value = grid * ((down + 127) << 23).to(tl.float32, bitcast=True)[:, None]
-    sign = (scaled.to(tl.int32, bitcast=True) >> 24) & 0x80
+    sign = scaled.to(tl.int32, bitcast=True) & -0x80000000
     if HARDWARE:
-        code = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+        signed = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        code = signed.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         pattern = value.to(tl.int32, bitcast=True)
         above = ((pattern + 0x7FFFF + ((pattern >> 20) & 1)) >> 20) - 960
         # 2^14: its unit is 2^-9, the spacing of e4m3's subnormals
         below = (value + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        code = tl.where(value < 0.015625, below, above)
-    code = tl.where(bad > 0, 0, code | sign)
-    tl.store(codes + row * columns + k, tl.reshape(code, [BLOCK]).to(tl.uint8), mask=inside)
+        code = (tl.where(value < 0.015625, below, above) | ((sign >> 24) & 0x80)).to(tl.uint8)
+    codes_at = codes + row * columns + k
+    if top == BAD:
+        tl.store(codes_at, tl.zeros([BLOCK], tl.uint8), mask=inside)
+    else:
+        tl.store(codes_at, tl.reshape(code, [BLOCK]), mask=inside)
 
 
 _KERNEL: Any = triton.jit(_rows)
@@ -116,6 +127,8 @@ def _launch_of(quant: TensorQuant, columns: int, gated: bool, pre: bool, device:
         "GROUP": GROUP,
         "HEADROOM": HEADROOM,
         "LEAST": LEAST_EXPONENT,
+        "NOTHING": _NOTHING,
+        "BAD": _BAD,
         "BLOCK": block,
     }
     # a product and a sum that become one operation would round once where the rule rounds twice
