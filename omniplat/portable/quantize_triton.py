@@ -166,4 +166,5 @@ def block_of(columns: int) -> int:
 
 
 def warps_of(block: int) -> int:
-    return max(1, min(16, block // 512))
+    """Measured on an H200; see docs/performance.md."""
+    return max(1, min(8, block // 1024))

@@ -144,27 +144,40 @@ class Compiles:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("tokens", "out_dtype", "bias", "wide"),
-    [(4096, torch.bfloat16, False, False), (5, torch.float16, True, True), (200, torch.float32, True, False)],
+    ("tokens", "rows", "columns", "out_dtype", "bias", "wide"),
+    [
+        (4096, 272, 416, torch.bfloat16, False, False),
+        (5, 48, 96, torch.float16, True, True),
+        (200, 272, 416, torch.float32, True, False),
+    ],
 )
 def test_it_compiles_for_hopper(
-    driver: Any, monkeypatch: pytest.MonkeyPatch, tokens: int, out_dtype: torch.dtype, bias: bool, wide: bool
+    driver: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    rows: int,
+    columns: int,
+    out_dtype: torch.dtype,
+    bias: bool,
+    wide: bool,
 ) -> None:
     """Products are the tensor core's, of codes in registers, and tiles fit into shared memory."""
     from omniplat_cuda.kernels import decoded_gluon
 
     monkeypatch.setattr(decoded_gluon, "_processors", lambda device: 132)
-    x = torch.zeros(tokens, 416, dtype=torch.uint8)
-    words, shifts = torch.zeros(272, 256, dtype=torch.uint8), torch.zeros(4, 272, dtype=torch.int32)
-    scale, added = torch.ones(1, 272), torch.zeros(272, dtype=torch.bfloat16) if bias else None
+    x = torch.zeros(tokens, columns, dtype=torch.uint8)
+    below, scale = row_binades(to_torch(weight_of(rows, columns, 0, 0)))
+    words, shifts = to_words(torch.zeros(rows, columns // 2, dtype=torch.uint8)), to_shifts(below)
+    added = torch.zeros(rows, dtype=torch.bfloat16) if bias else None
     kernels = Compiles()
     with collected(kernels):
-        tile = decoded_gluon.tile_of(tokens, 272, x.device)
-        decoded_gluon.decoded_product(x, words, shifts, torch.ones(tokens, 1), scale, added, out_dtype, wide, tile)
+        tile = decoded_gluon.tile_of(tokens, rows, x.device)
+        ones = torch.ones(tokens, 1)
+        decoded_gluon.decoded_product(x, words, shifts, ones, scale.t(), added, out_dtype, wide, tile)
     (kernel,) = kernels.compiled
     products = [line for line in kernel.asm["ptx"].splitlines() if "wgmma.mma_async" in line]
-    # of both groups of warps: four groups of columns each
-    assert len(products) == 8
+    # four groups of columns, for each group of warps
+    assert len(products) == 4 * tile.rows // 64
     assert all(f"m64n{tile.tokens}k32.f32.e4m3.e4m3" in line for line in products)
     # the left operand is four registers and no descriptor
     assert all(line.count("{") == 2 for line in products)

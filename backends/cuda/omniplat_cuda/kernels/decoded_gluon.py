@@ -1,7 +1,7 @@
 """fp8 by e2m1 on Hopper: weights stay in 4 bits in memory, and become e4m3 in the registers of the tensor core.
 
-The product is computed transposed: a tile of 128 rows of the weight, 64 for each of two groups of warps, is the left
-operand, which Hopper's tensor core takes from registers; a tile of tokens is the right one, in shared memory. A third
+The product is computed transposed: a tile of rows of the weight, 64 for each of one or two groups of warps, is the left
+operand, which Hopper's tensor core takes from registers; a tile of tokens is the right one, in shared memory. Another
 group's warp fetches both with the device's copy engine, some steps ahead. Half a block of columns is decoded while the
 other half is multiplied. Programs stay and take tile after tile. Imports triton; what it uses is in 3.6 and later.
 """
@@ -39,9 +39,9 @@ _write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shar
 
 
 @gluon.jit
-def _place(tile, tiles_m, BM: gl.constexpr, ROWS: gl.constexpr):  # type: ignore[no-untyped-def]  # Triton looks annotations up among its own types
+def _place(tile, tiles_m, BM: gl.constexpr, BN: gl.constexpr):  # type: ignore[no-untyped-def]  # Triton looks annotations up among its own types
     """First token and first row of the weight of a tile."""
-    return (tile % tiles_m) * BM, (tile // tiles_m) * (2 * ROWS)
+    return (tile % tiles_m) * BM, (tile // tiles_m) * BN
 
 
 @gluon.jit
@@ -54,7 +54,7 @@ def _producer(  # type: ignore[no-untyped-def]
     sizes,
     BLOCKS: gl.constexpr,
     BM: gl.constexpr,
-    ROWS: gl.constexpr,
+    BN: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     x_tiles, word_tiles, shift_tiles = fetched
@@ -62,7 +62,7 @@ def _producer(  # type: ignore[no-untyped-def]
     tiles, tiles_m, _, _ = sizes
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        m, n = _place(tile, tiles_m, BM, ROWS)
+        m, n = _place(tile, tiles_m, BM, BN)
         for block in range(BLOCKS):
             stage = step % STAGES
             # what was initialised counts as emptied once
@@ -137,9 +137,10 @@ def _consumer(  # type: ignore[no-untyped-def]
     barriers,
     scales,
     sizes,
-    GROUP: gl.constexpr,
+    FIRST_ROW: gl.constexpr,
     BLOCKS: gl.constexpr,
     BM: gl.constexpr,
+    BN: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     EVEN: gl.constexpr,
@@ -167,13 +168,13 @@ def _consumer(  # type: ignore[no-untyped-def]
     )
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        m, n = _place(tile, tiles_m, BM, ROWS)
+        m, n = _place(tile, tiles_m, BM, BN)
         total = gl.zeros([ROWS, BM], gl.float32, sums)
         for block in range(BLOCKS):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            words = word_tiles.index(stage).slice(GROUP * ROWS, ROWS, 0).load(held)
-            shifts = shift_tiles.index(stage).slice(GROUP * ROWS, ROWS, 1).load(shifts_held)
+            words = word_tiles.index(stage).slice(FIRST_ROW, ROWS, 0).load(held)
+            shifts = shift_tiles.index(stage).slice(FIRST_ROW, ROWS, 1).load(shifts_held)
             shifts = gl.convert_layout(gl.reshape(shifts, [ROWS]), gl.SliceLayout(1, held))
             words, shifts = gl.broadcast(words, gl.expand_dims(shifts, 1))
             x = x_tiles.index(stage)
@@ -186,7 +187,7 @@ def _consumer(  # type: ignore[no-untyped-def]
             total = warpgroup_mma_wait(0, deps=(total,))
             mbarrier.arrive(empty.index(stage), count=1)
             step += 1
-        row = n + GROUP * ROWS
+        row = n + FIRST_ROW
         if BM <= 128:
             _stored(total, y, y_tiles.index(0), scales, sizes, m, row, ROWS, BM, EVEN, BIAS, COPIED, 0, sums)
         else:
@@ -213,6 +214,7 @@ def _product(  # type: ignore[no-untyped-def]
     N,
     BLOCKS: gl.constexpr,
     BM: gl.constexpr,
+    BN: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     EVEN: gl.constexpr,
@@ -225,8 +227,8 @@ def _product(  # type: ignore[no-untyped-def]
     FETCHING: gl.constexpr,
 ):
     x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BM, 128], x.layout)
-    word_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES, 2 * ROWS, 64], words.layout)
-    shift_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1, 2 * ROWS], shifts.layout)
+    word_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES, BN, 64], words.layout)
+    shift_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1, BN], shifts.layout)
     if COPIED:
         parts: gl.constexpr = 1 if BM <= 128 else 2
         y_first = gl.allocate_shared_memory(y.dtype, [parts, BM // parts, ROWS], y.layout)
@@ -238,33 +240,46 @@ def _product(  # type: ignore[no-untyped-def]
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=BN // ROWS)
     tiles_m = gl.cdiv(M, BM)
-    tiles = tiles_m * gl.cdiv(N, 2 * ROWS)
+    tiles = tiles_m * gl.cdiv(N, BN)
     fetched = (x_tiles, word_tiles, shift_tiles)
     barriers = (full, empty)
     scales = (scale, x_scale, bias)
     sizes = (tiles, tiles_m, M, N)
     # fmt: off
-    gl.warp_specialize(
-        [
-            (_consumer, (y, y_first, fetched, barriers, scales, sizes, 0, BLOCKS, BM, ROWS, STAGES, EVEN, BIAS,
-                         COPIED, FIRST, SECOND, OPERANDS)),
-            (_consumer, (y, y_second, fetched, barriers, scales, sizes, 1, BLOCKS, BM, ROWS, STAGES, EVEN, BIAS,
-                         COPIED, FIRST, SECOND, OPERANDS)),
-            (_producer, (x, words, shifts, fetched, barriers, sizes, BLOCKS, BM, ROWS, STAGES)),
-        ],
-        [4, 1],
-        [MULTIPLYING, FETCHING],
-    )
+    if BN == ROWS:
+        gl.warp_specialize(
+            [
+                (_consumer, (y, y_first, fetched, barriers, scales, sizes, 0, BLOCKS, BM, BN, ROWS, STAGES, EVEN, BIAS,
+                             COPIED, FIRST, SECOND, OPERANDS)),
+                (_producer, (x, words, shifts, fetched, barriers, sizes, BLOCKS, BM, BN, STAGES)),
+            ],
+            [1],
+            [FETCHING],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (y, y_first, fetched, barriers, scales, sizes, 0, BLOCKS, BM, BN, ROWS, STAGES, EVEN, BIAS,
+                             COPIED, FIRST, SECOND, OPERANDS)),
+                (_consumer, (y, y_second, fetched, barriers, scales, sizes, ROWS, BLOCKS, BM, BN, ROWS, STAGES, EVEN,
+                             BIAS, COPIED, FIRST, SECOND, OPERANDS)),
+                (_producer, (x, words, shifts, fetched, barriers, sizes, BLOCKS, BM, BN, STAGES)),
+            ],
+            [4, 1],
+            [MULTIPLYING, FETCHING],
+        )
     # fmt: on
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Tokens of a tile (a power of two from 16 to 256), and tiles of columns that are fetched ahead."""
+    """Tokens of a tile (a power of two from 16 to 256), its rows of the weight (64, for one group of warps, or 128, for
+    two), and blocks of columns that are fetched ahead."""
 
     tokens: int
+    rows: int
     stages: int
 
     @property
@@ -274,7 +289,12 @@ class Tile:
 
 
 #: Tiles, and nanoseconds that a processor took for one block of columns of one, on an H200 (docs/performance.md).
-_TILES = ((Tile(16, 8), 290), (Tile(64, 8), 340), (Tile(128, 6), 440), (Tile(256, 4), 720))
+_TILES = (
+    (Tile(16, 128, 8), 290),
+    (Tile(64, 128, 8), 340),
+    (Tile(128, 128, 6), 440),
+    (Tile(256, 128, 4), 720),
+)
 
 
 @lru_cache(maxsize=4096)
@@ -289,7 +309,7 @@ def tile_of(m: int, n: int, device: torch.device) -> Tile:
 
 
 def _tiles(m: int, n: int, tile: Tile) -> int:
-    return -(-m // tile.tokens) * -(-n // (2 * ROWS))
+    return -(-m // tile.tokens) * -(-n // tile.rows)
 
 
 def decoded_product(
@@ -313,17 +333,27 @@ def decoded_product(
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
     # four bytes a number are too many for the tile in shared memory: those threads write themselves
     copied = out_dtype != torch.float32
-    to = TensorDescriptor.from_tensor(y, [tile.written, ROWS], _layout(128, 16)) if copied else y
+    to = _descriptor(y, (tile.written, ROWS), 128) if copied else y
     descriptors = (
-        TensorDescriptor.from_tensor(x.view(torch.float8_e4m3fn), [tile.tokens, BLOCK], _layout(128, 8)),
-        TensorDescriptor.from_tensor(words, [2 * ROWS, BLOCK // 2], _layout(64, 8)),
-        TensorDescriptor.from_tensor(shifts, [1, 2 * ROWS], _layout(0, 32)),
+        _descriptor(x.view(torch.float8_e4m3fn), (tile.tokens, BLOCK), 128),
+        _descriptor(words, (tile.rows, BLOCK // 2), 64),
+        _descriptor(shifts, (1, tile.rows), 0),
         to,
     )
     programs = min(_tiles(m, n, tile), _processors(x.device))
     launch = _launch_of(tile, blocks, wide, m % tile.tokens == 0, bias is not None, copied)
     launch((programs, 1, 1), (*descriptors, scale, x_scale, bias), (m, n))
     return y
+
+
+def _descriptor(matrix: torch.Tensor, tile: tuple[int, int], swizzled: int) -> TensorDescriptor:
+    """Of a contiguous matrix, for tiles whose rows are swizzled over that many bytes of shared memory.
+
+    Strides are those of its shape: a matrix with a single row may have any.
+    """
+    rows, columns = matrix.shape
+    layout = _layout(swizzled, 8 * matrix.element_size())
+    return TensorDescriptor(matrix, [rows, columns], [columns, 1], list(tile), layout)
 
 
 @lru_cache(maxsize=8)
@@ -341,6 +371,7 @@ def _launch_of(tile: Tile, blocks: int, wide: bool, even: bool, bias: bool, copi
     constants: dict[str, Any] = {
         "BLOCKS": blocks,
         "BM": tile.tokens,
+        "BN": tile.rows,
         "ROWS": ROWS,
         "STAGES": tile.stages,
         "EVEN": even,
