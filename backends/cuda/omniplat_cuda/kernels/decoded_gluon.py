@@ -30,10 +30,10 @@ from omniplat_cuda.kernels.decoded_words import BLOCK
 
 #: Rows of the weight that a group of warps multiplies: what one instruction takes.
 ROWS = 64
-#: Registers of a thread that multiplies, and of one that fetches: with the rest, those of three groups.
+#: Registers of a thread of the second group that multiplies, and of the group that fetches: the first has the rest.
 _MULTIPLYING, _FETCHING = 232, 24
 
-# 3.9 has them by other names only
+# Triton 3.9 has them by other names only.
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
@@ -119,7 +119,7 @@ def _stored(  # type: ignore[no-untyped-def]
         value = value + gl.load(bias + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
     if COPIED:
         value = value.to(y.dtype)
-        # the copy before the last went out of this very tile
+        # of the copies that are under way none but the last `PENDING` may still read this tile
         tma.store_wait(PENDING)
         y_tile.permute((1, 0)).store(value)
         fence_async_shared()
@@ -331,7 +331,7 @@ def decoded_product(
     m = x.shape[0]
     blocks, n = shifts.shape
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
-    # four bytes a number are too many for the tile in shared memory: those threads write themselves
+    # tiles of four bytes a number would be too much for shared memory: threads write those themselves
     copied = out_dtype != torch.float32
     to = _descriptor(y, (tile.written, ROWS), 128) if copied else y
     descriptors = (
