@@ -60,6 +60,11 @@ def weight_of(scheme: Scheme, n: int = 48, k: int = 96, seed: int = 0) -> Canoni
 def require_product(kernel: str, device: str) -> None:
     if device == "cpu" and kernel.startswith(("scaled_mm", "fp8_decoded")) and not HAS_ROWWISE:
         pytest.skip(f"torch {torch.__version__} has no fp8 product with scales per row on the CPU")
+    if device == "cuda" and kernel.startswith("fp8_decoded"):
+        from omniplat_cuda.kernels.int8_gemm import is_hopper
+
+        if not is_hopper(torch.device("cuda", torch.cuda.current_device())):
+            pytest.skip("no Hopper, or no Triton with its Gluon")
 
 
 def layer_of(kernel: str, weight: CanonicalWeight, device: str, dtype: str = "bf16") -> QuantLinear:

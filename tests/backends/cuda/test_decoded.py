@@ -27,8 +27,18 @@ from tests.support.ptx import evaluated
 from tests.support.triton import needs_compiler, needs_cuda, run_without_interpreter
 
 if has_triton():
+    import triton
+    from omniplat_cuda.kernels.int8_gemm import GLUON
+    from packaging.version import Version
+
     from omniplat.portable.launch import Launch, collected
     from tests.support.standin import StandIn, standing_in
+
+    HAS_GLUON = Version(triton.__version__).release[:2] in GLUON
+else:
+    HAS_GLUON = False
+
+needs_gluon = pytest.mark.skipif(not HAS_GLUON, reason="no release of Triton in whose Gluon the kernel is written")
 
 
 def weight_of(rows: int, columns: int, span: int, seed: int) -> CanonicalWeight:
@@ -127,7 +137,12 @@ def test_a_bias_of_any_dtype_is_added_before_rounding() -> None:
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """No device, which is taken for an H200 with its multiprocessors."""
+    from omniplat_cuda.kernels import decoded_gluon
+
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(decoded_gluon, "multiprocessors", lambda device: 132)
+    decoded_gluon.tile_of.cache_clear()
     with standing_in(StandIn()) as standin:
         yield standin
 
@@ -143,6 +158,28 @@ class Compiles:
 
 
 @needs_compiler
+@needs_gluon
+@pytest.mark.parametrize(
+    ("tokens", "n", "tile"),
+    [
+        (16, 4096, (16, 64)),
+        (16, 12288, (16, 128)),
+        (64, 4096, (32, 64)),
+        (256, 4096, (64, 128)),
+        (256, 12288, (256, 128)),
+        (4096, 4096, (256, 128)),
+    ],
+)
+def test_tiles_leave_few_multiprocessors_idle(driver: Any, tokens: int, n: int, tile: tuple[int, int]) -> None:
+    """What was fastest on an H200."""
+    from omniplat_cuda.kernels.decoded_gluon import tile_of
+
+    chosen = tile_of(tokens, n, torch.device("cpu"))
+    assert (chosen.tokens, chosen.rows) == tile
+
+
+@needs_compiler
+@needs_gluon
 @pytest.mark.parametrize(
     ("tokens", "rows", "columns", "out_dtype", "bias", "wide"),
     [
@@ -153,7 +190,6 @@ class Compiles:
 )
 def test_it_compiles_for_hopper(
     driver: Any,
-    monkeypatch: pytest.MonkeyPatch,
     tokens: int,
     rows: int,
     columns: int,
@@ -164,7 +200,6 @@ def test_it_compiles_for_hopper(
     """Products are the tensor core's, of codes in registers, and tiles fit into shared memory."""
     from omniplat_cuda.kernels import decoded_gluon
 
-    monkeypatch.setattr(decoded_gluon, "_processors", lambda device: 132)
     x = torch.zeros(tokens, columns, dtype=torch.uint8)
     below, scale = row_binades(to_torch(weight_of(rows, columns, 0, 0)))
     words, shifts = to_words(torch.zeros(rows, columns // 2, dtype=torch.uint8)), to_shifts(below)

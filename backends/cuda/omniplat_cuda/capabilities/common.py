@@ -4,8 +4,8 @@ from __future__ import annotations
 
 TORCH = "torch>=2.6"
 TRITON = "triton>=3.2"
-#: Its language with layouts and copies by hand.
-GLUON = "triton>=3.6"
+#: The releases of Triton in whose Gluon kernels are written, and with which they ran.
+GLUON = "triton>=3.6,<3.7"
 HUMMING = "humming-kernels>=0.1.10"
 #: The first with `gemm_4bit`.
 BITSANDBYTES = "bitsandbytes>=0.50"

@@ -3,7 +3,9 @@
 The product is computed transposed: a tile of rows of the weight, 64 for each of one or two groups of warps, is the left
 operand, which Hopper's tensor core takes from registers; a tile of tokens is the right one, in shared memory. Another
 group's warp fetches both with the device's copy engine, some steps ahead. Half a block of columns is decoded while the
-other half is multiplied. Programs stay and take tile after tile. Imports triton; what it uses is in 3.6 and later.
+other half is multiplied. Programs stay and take tile after tile.
+
+Gluon is experimental, and its names differ between releases of Triton. Imports triton.
 """
 
 from __future__ import annotations
@@ -24,18 +26,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from omniplat.portable.launch import Launch
+from omniplat.portable.launch import Describe, Launch
 from omniplat_cuda.kernels.decoded_ptx import CONSTRAINTS, decoder
 from omniplat_cuda.kernels.decoded_words import BLOCK
+from omniplat_cuda.kernels.int8_gemm_hopper import multiprocessors
 
 #: Rows of the weight that a group of warps multiplies: what one instruction takes.
 ROWS = 64
 #: Registers of a thread of the second group that multiplies, and of the group that fetches: the first has the rest.
 _MULTIPLYING, _FETCHING = 232, 24
-
-# Triton 3.9 has them by other names only.
-_fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 @gluon.jit
@@ -69,9 +68,9 @@ def _producer(  # type: ignore[no-untyped-def]
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             ready = full.index(stage)
             mbarrier.expect(ready, x.block_type.nbytes + words.block_type.nbytes + shifts.block_type.nbytes)
-            _fetch(x, [m, block * 128], ready, x_tiles.index(stage))
-            _fetch(words, [n, block * 64], ready, word_tiles.index(stage))
-            _fetch(shifts, [block, n], ready, shift_tiles.index(stage))
+            tma.async_copy_global_to_shared(x, [m, block * 128], ready, x_tiles.index(stage))
+            tma.async_copy_global_to_shared(words, [n, block * 64], ready, word_tiles.index(stage))
+            tma.async_copy_global_to_shared(shifts, [block, n], ready, shift_tiles.index(stage))
             step += 1
 
 
@@ -123,7 +122,7 @@ def _stored(  # type: ignore[no-untyped-def]
         tma.store_wait(PENDING)
         y_tile.permute((1, 0)).store(value)
         fence_async_shared()
-        _write(y, [m, n], y_tile)
+        tma.async_copy_shared_to_global(y, [m, n], y_tile)
     else:
         at = y + tokens.to(gl.int64)[None, :] * N + rows[:, None]
         gl.store(at, value.to(y.dtype.element_ty), mask=(tokens < M)[None, :] & (rows < N)[:, None])
@@ -288,22 +287,26 @@ class Tile:
         return min(self.tokens, 128)
 
 
-#: Tiles, and nanoseconds that a processor took for one block of columns of one, on an H200 (docs/performance.md).
+#: Tiles, and nanoseconds that a multiprocessor took for one block of columns of one, on an H200: with little to choose
+#: between rounds, those of 64 rows are for weights and calls so small that they leave multiprocessors without work.
 _TILES = (
-    (Tile(16, 128, 8), 290),
-    (Tile(64, 128, 8), 340),
-    (Tile(128, 128, 6), 440),
+    (Tile(16, 64, 8), 230),
+    (Tile(32, 64, 12), 240),
+    (Tile(64, 64, 12), 270),
+    (Tile(16, 128, 8), 300),
+    (Tile(64, 128, 8), 345),
+    (Tile(128, 128, 6), 450),
     (Tile(256, 128, 4), 720),
 )
 
 
 @lru_cache(maxsize=4096)
 def tile_of(m: int, n: int, device: torch.device) -> Tile:
-    """The tile with which the processors of `device` are done first."""
+    """The tile with which the multiprocessors of `device` are done first."""
 
     def time(measured: tuple[Tile, int]) -> int:
         tile, nanoseconds = measured
-        return -(-_tiles(m, n, tile) // _processors(device)) * nanoseconds
+        return -(-_tiles(m, n, tile) // multiprocessors(device)) * nanoseconds
 
     return min(_TILES, key=time)[0]
 
@@ -331,43 +334,16 @@ def decoded_product(
     m = x.shape[0]
     blocks, n = shifts.shape
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
-    # tiles of four bytes a number would be too much for shared memory: threads write those themselves
-    copied = out_dtype != torch.float32
-    to = _descriptor(y, (tile.written, ROWS), 128) if copied else y
-    descriptors = (
-        _descriptor(x.view(torch.float8_e4m3fn), (tile.tokens, BLOCK), 128),
-        _descriptor(words, (tile.rows, BLOCK // 2), 64),
-        _descriptor(shifts, (1, tile.rows), 0),
-        to,
-    )
-    programs = min(_tiles(m, n, tile), _processors(x.device))
-    launch = _launch_of(tile, blocks, wide, m % tile.tokens == 0, bias is not None, copied)
-    launch((programs, 1, 1), (*descriptors, scale, x_scale, bias), (m, n))
+    programs = min(_tiles(m, n, tile), multiprocessors(x.device))
+    launch = _launch_of(tile, blocks, wide, m % tile.tokens == 0, bias is not None, out_dtype.itemsize)
+    launch((programs, 1, 1), (x.view(torch.float8_e4m3fn), words, shifts, y, scale, x_scale, bias), (m, n))
     return y
 
 
-def _descriptor(matrix: torch.Tensor, tile: tuple[int, int], swizzled: int) -> TensorDescriptor:
-    """Of a contiguous matrix, for tiles whose rows are swizzled over that many bytes of shared memory.
-
-    Strides are those of its shape: a matrix with a single row may have any.
-    """
-    rows, columns = matrix.shape
-    layout = _layout(swizzled, 8 * matrix.element_size())
-    return TensorDescriptor(matrix, [rows, columns], [columns, 1], list(tile), layout)
-
-
-@lru_cache(maxsize=8)
-def _layout(swizzled: int, bits: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=swizzled, element_bitwidth=bits, rank=2)
-
-
-@lru_cache(maxsize=64)
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 @lru_cache(maxsize=1024)
-def _launch_of(tile: Tile, blocks: int, wide: bool, even: bool, bias: bool, copied: bool) -> Launch:
+def _launch_of(tile: Tile, blocks: int, wide: bool, even: bool, bias: bool, out_bytes: int) -> Launch:
+    # tiles of four bytes a number would be too much for shared memory: threads write those themselves
+    copied = out_bytes == 2
     constants: dict[str, Any] = {
         "BLOCKS": blocks,
         "BM": tile.tokens,
@@ -383,5 +359,23 @@ def _launch_of(tile: Tile, blocks: int, wide: bool, even: bool, bias: bool, copi
         "MULTIPLYING": _MULTIPLYING,
         "FETCHING": _FETCHING,
     }
+    described = {
+        0: _described(tile.tokens, BLOCK, 128, bits=8),
+        1: _described(tile.rows, BLOCK // 2, 64, bits=8),
+        2: _described(1, tile.rows, 0, bits=32),
+    }
+    if copied:
+        described[3] = _described(tile.written, ROWS, 128, bits=16)
     # a product and a sum that become one operation would round once where torch's form rounds twice
-    return Launch(_product, constants, direct=False, num_warps=4, enable_fp_fusion=False)
+    return Launch(_product, constants, described=described, num_warps=4, enable_fp_fusion=False)
+
+
+def _described(rows: int, columns: int, swizzled: int, bits: int) -> Describe:
+    """A contiguous matrix in tiles, whose rows are swizzled over that many bytes of shared memory."""
+    layout = gl.NVMMASharedLayout(swizzled, bits, rank=2)
+
+    def describe(matrix: torch.Tensor) -> TensorDescriptor:
+        # strides of its shape: a matrix of a single row may have any
+        return TensorDescriptor(matrix, list(matrix.shape), [matrix.shape[1], 1], [rows, columns], layout)
+
+    return describe
