@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ if has_triton():
     from omniplat_cuda.kernels.int8_gemm import GLUON
     from packaging.version import Version
 
+    from omniplat.portable.compilation import Compilation, compile_calls
     from omniplat.portable.launch import Launch, collected
     from tests.support.standin import StandIn, standing_in
 
@@ -142,9 +144,13 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(decoded_gluon, "multiprocessors", lambda device: 132)
-    decoded_gluon.tile_of.cache_clear()
+    held = (decoded_gluon.tile_of, decoded_gluon._launch_of)
+    for cached in held:
+        cached.cache_clear()
     with standing_in(StandIn()) as standin:
         yield standin
+    for cached in held:
+        cached.cache_clear()
 
 
 class Compiles:
@@ -217,6 +223,30 @@ def test_it_compiles_for_hopper(
     # the left operand is four registers and no descriptor
     assert all(line.count("{") == 2 for line in products)
     assert kernel.metadata.shared <= 232448
+
+
+@needs_compiler
+@needs_gluon
+def test_it_is_compiled_ahead(driver: Any) -> None:
+    """A call finds what was compiled for as many tokens in a last tile, or for whole tiles, and holds it."""
+    from omniplat_cuda.kernels import decoded_gluon
+
+    below, scale = row_binades(to_torch(weight_of(272, 416, 0, 0)))
+    words, shifts = to_words(torch.zeros(272, 208, dtype=torch.uint8)), to_shifts(below)
+    tile = decoded_gluon.Tile(64, 64, 4)
+
+    def call(tokens: int) -> None:
+        x, ones = torch.zeros(tokens, 416, dtype=torch.uint8), torch.ones(tokens, 1)
+        decoded_gluon.decoded_product(x, words, shifts, ones, scale.t(), None, torch.bfloat16, False, tile)
+
+    calls = [partial(call, tokens) for tokens in (64, 100, 128, 3000)]
+    assert compile_calls(calls) == Compilation(compiled=2, cached=0)
+    assert not driver.launched
+    for each in calls * 2:
+        each()
+    assert driver.loaded == 2
+    # no more programs than tiles of 64 tokens by 64 rows, nor than multiprocessors
+    assert [launched.grid for launched in driver.launched] == [(5, 1, 1), (10, 1, 1), (10, 1, 1), (132, 1, 1)] * 2
 
 
 def test_without_the_interpreter() -> None:
