@@ -2,7 +2,7 @@
 
 A program stays on each multiprocessor. One warp has the copy engine fetch tiles of both operands into a ring in shared
 memory; two warpgroups take the tiles of the output in turn, so that one multiplies while the other scales and stores
-("ping-pong", as in CUTLASS). Barriers count phases: a wait for one is over while the barrier is in the other.
+("ping-pong", as in CUTLASS).
 
 Gluon is experimental, and its names differ between releases of Triton. Imports triton.
 """
@@ -81,11 +81,13 @@ def _multiply(  # type: ignore[no-untyped-def]
         total = gl.zeros([BM, BN], gl.int32, layout)
         stage = fetched % STAGES
         phase = (fetched // STAGES) & 1
+        # barriers tell odd phases from even ones only: before its turn a warpgroup would take others' steps for its own
         mbarrier.wait(turn.index(WHICH), turn_phase)
         for start in range(0, K, BK):
             mbarrier.wait(full.index(stage), phase)
             total = warpgroup_mma(a.index(stage), b.index(stage).permute((1, 0)), total, is_async=True)
-            # all but this one are done: the stage before has been read
+            # All but this one are done: the stage before has been read. It is told from `stage`, because Triton carries
+            # no variable through a loop that is equal to another as the loop begins.
             total = warpgroup_mma_wait(1, deps=[total])
             mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), pred=start > 0)
             stage += 1
@@ -203,6 +205,7 @@ def int8_product(
 
 @lru_cache(maxsize=64)
 def multiprocessors(device: torch.device) -> int:
+    """Of the device: as many programs run at once."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
