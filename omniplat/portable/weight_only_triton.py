@@ -66,15 +66,15 @@ class FragmentTile:
 
 @lru_cache(maxsize=4096)
 def takes_fragments(form: WordForm, columns: int, dtype: torch.dtype, zero: str, device: torch.device) -> bool:
-    """True where `fragments` computes the product: NVIDIA from sm80 on and a tested Triton, whole units of columns and
-    whole tiles of rows, scales of a unit or of whole parts of it, and codes for which there are instructions. `zero`
-    as by `kind_of_zero`."""
+    """True where `fragments` computes the product: NVIDIA from sm80 on and a tested Triton, columns in eights and rows
+    in whole tiles, scales of a unit or of whole parts of it, and codes for which there are instructions. `zero` as by
+    `kind_of_zero`."""
     if not computes_in_pairs(device) or not is_tested() or zero == "fraction" or form.depth != DEPTH:
         return False
     unit = DEPTH * parts_of(form.bits)
     groups = form.is_packed or form.scale == "none" or unit % form.group == 0 or form.group % unit == 0
     scaled = form.scale in ("none", "f32", "bf16", "f16") or (form.is_packed and folds(form, dtype))
-    if columns % unit or form.out_features % 16 or not groups or not scaled:
+    if columns % 8 or form.out_features % 16 or not groups or not scaled:
         return False
     return bool(constants_of(form, dtype == torch.bfloat16, zero, folds(form, dtype), device)["ASM"])
 

@@ -36,8 +36,9 @@ def _words_at(at):
 
 
 @gluon.jit
-def _tokens_at(at, inside, PARTS: gl.constexpr, EVEN: gl.constexpr):
-    """Of each part, 16 bytes from each of `at`, in four registers; zeros where not `inside`."""
+def _tokens_at(at, left, PARTS: gl.constexpr, EVEN: gl.constexpr):
+    """Of each part, 16 bytes from each of `at`, in four registers; unless EVEN, zeros where none of `left` columns are
+    left."""
     found = ()
     for part in gl.static_range(PARTS):
         if EVEN:
@@ -54,7 +55,7 @@ def _tokens_at(at, inside, PARTS: gl.constexpr, EVEN: gl.constexpr):
                 "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
                 "@p ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4]; }",
                 "=&r,=&r,=&r,=&r,l,r",
-                [at + 32 * part, inside.to(gl.int32)],
+                [at + 32 * part, (left > 32 * part).to(gl.int32)],
                 (gl.int32, gl.int32, gl.int32, gl.int32),
                 is_pure=True,
                 pack=1,
@@ -107,12 +108,21 @@ def _pairs_of(zero, BASE: gl.constexpr, BF16: gl.constexpr):
 
 
 @gluon.jit
+def _group(unit, span, K: gl.constexpr, UNIT: gl.constexpr, GROUP: gl.constexpr):
+    """Which group the span of a unit is in: the last one for those that are not there."""
+    found = unit * UNIT // GROUP + span
+    if K % UNIT != 0:
+        found = gl.minimum(found, (K - 1) // GROUP)
+    return found
+
+
+@gluon.jit
 def _fetched(
-    row, unit, t, word_stride, scale_stride, UNIT: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr,
-    SPANS: gl.constexpr, ZERO: gl.constexpr,
+    row, unit, t, word_stride, scale_stride, K: gl.constexpr, UNIT: gl.constexpr, SCALE: gl.constexpr,
+    GROUP: gl.constexpr, SPANS: gl.constexpr, ZERO: gl.constexpr,
 ):  # fmt: skip
     """Of a unit of columns: words of rows g and of rows g + 8, their scales and their zero points, for each span of
-    columns that has its own. `row` points to those of column 0."""
+    columns that has its own. `row` points to those of column 0. Words and packed scales are there for whole units."""
     words, scale_low, scale_high, zero_low, zero_high = row
     low = _words_at(words + unit * 32)
     high = _words_at(words + word_stride * 8 + unit * 32)
@@ -127,14 +137,14 @@ def _fetched(
     else:
         scales_low, scales_high = (), ()
         for span in gl.static_range(SPANS):
-            at = unit * UNIT // GROUP + span
+            at = _group(unit, span, K, UNIT, GROUP)
             scales_low = scales_low + (gl.load(scale_low + at).to(gl.float32),)
             scales_high = scales_high + (gl.load(scale_high + at).to(gl.float32),)
     zeros_low, zeros_high = scales_low, scales_high
     if ZERO != "":
         zeros_low, zeros_high = (), ()
         for span in gl.static_range(SPANS):
-            at = unit * UNIT // GROUP + span
+            at = _group(unit, span, K, UNIT, GROUP)
             zeros_low = zeros_low + (gl.load(zero_low + at),)
             zeros_high = zeros_high + (gl.load(zero_high + at),)
     return low, high, scales_low, scales_high, zeros_low, zeros_high
@@ -261,9 +271,9 @@ def fragments(
     """
     gl.static_assert(DEPTH == 32)
     UNIT: gl.constexpr = 32 * PARTS
-    UNITS: gl.constexpr = K // UNIT
+    UNITS: gl.constexpr = (K + UNIT - 1) // UNIT
     EACH: gl.constexpr = (UNITS + WARPS - 1) // WARPS
-    EVEN: gl.constexpr = EACH * WARPS == UNITS and EACH % AHEAD == 0
+    EVEN: gl.constexpr = K % UNIT == 0 and EACH * WARPS == UNITS and EACH % AHEAD == 0
     OWN: gl.constexpr = SCALE != "none" and not FOLD
     SPANS: gl.constexpr = UNIT // GROUP if OWN and GROUP < UNIT else 1
     # a dimension is a power of two; three times one are three tensors
@@ -296,6 +306,7 @@ def fragments(
         first_token, end = gl.program_id(1) * BM, M
         x_row = gl.minimum(first_token + eight * 8 + g, M - 1).to(gl.int64)
     x_at = x + x_row * x_stride + t * 8
+    left = K - t * 8
     rows = ()
     sums = ()
     nothing = gl.zeros([32 * WARPS, TILES, EIGHTS], gl.float32, LAYOUT)
@@ -314,20 +325,21 @@ def fragments(
         for third in gl.static_range(THIRDS):
             unit = gl.minimum(first_unit + step, UNITS - 1)
             fetched = fetched + (
-                _fetched(rows[third], unit, t, word_stride, scale_stride, UNIT, SCALE, GROUP, SPANS, ZERO),
+                _fetched(rows[third], unit, t, word_stride, scale_stride, K, UNIT, SCALE, GROUP, SPANS, ZERO),
             )
     if TOKENS_AHEAD:
-        next_tokens = _tokens_at(x_at + first_unit * UNIT, first_unit < UNITS, PARTS, EVEN)
+        next_tokens = _tokens_at(x_at + first_unit * UNIT, left - first_unit * UNIT, PARTS, EVEN)
     for first in range(0, steps, AHEAD):
         for step in gl.static_range(AHEAD):
             at = first + step
             if TOKENS_AHEAD:
                 tokens = next_tokens
-                following = first_unit + gl.minimum(at + 1, EACH - 1)
-                next_tokens = _tokens_at(x_at + following * UNIT, (following < UNITS) & (at + 1 < EACH), PARTS, EVEN)
+                following = (first_unit + gl.minimum(at + 1, EACH - 1)) * UNIT
+                there = gl.where(at + 1 < EACH, left - following, 0)
+                next_tokens = _tokens_at(x_at + following, there, PARTS, EVEN)
             else:
-                unit = first_unit + at
-                tokens = _tokens_at(x_at + unit * UNIT, (unit < UNITS) & (at < EACH), PARTS, EVEN)
+                column = (first_unit + at) * UNIT
+                tokens = _tokens_at(x_at + column, gl.where(at < EACH, left - column, 0), PARTS, EVEN)
             later = first_unit + gl.minimum(at + AHEAD, EACH - 1)
             if not EVEN:
                 later = gl.minimum(later, UNITS - 1)
@@ -335,7 +347,7 @@ def fragments(
             for third in gl.static_range(THIRDS):
                 now = fetched[0]
                 fetched = fetched[1:] + (
-                    _fetched(rows[third], later, t, word_stride, scale_stride, UNIT, SCALE, GROUP, SPANS, ZERO),
+                    _fetched(rows[third], later, t, word_stride, scale_stride, K, UNIT, SCALE, GROUP, SPANS, ZERO),
                 )
                 added = added + (
                     _added(sums[third], now, tokens, ASM, OPERANDS, EXTRA, PARTS, SPANS, OWN, ZERO, BASE, BF16),

@@ -46,8 +46,9 @@ def test_they_compile(weight_id: str) -> None:
 def test_what_they_take() -> None:
     form = decode_form(layer_of(weight_of("mxfp4", 272, 1152)).config.form)
     assert taken(form)
-    # units of columns and tiles of rows are taken whole
-    assert not taken(form, columns=1088)
+    # eight columns are one load, and tiles of rows are taken whole
+    assert taken(form, columns=1088)
+    assert not taken(form, columns=1092)
     assert not taken(replace(form, out_features=264))
     assert not taken(form, "f16")
     assert not taken(form, zero="fraction")
@@ -61,6 +62,15 @@ def test_against_the_oracle(weight_id: str, rows: int) -> None:
     """1152 columns are no whole number of units for each warp."""
     weight = weight_of(weight_id, 272, 1152)
     x = torch.randn(rows, 1152, device="cuda").bfloat16()
+    check(weight, layer_of(weight, "cuda")(x), x, "bf16")
+
+
+@needs_cuda
+@pytest.mark.parametrize("weight_id", ["mxfp4", "nvfp4", "uint4-g32", "mxfp8", "fp8-channel", "nf4-b32", "uint8-g32"])
+@pytest.mark.parametrize("columns", [2880, 992, 96])
+def test_columns_that_fill_no_unit(weight_id: str, columns: int) -> None:
+    weight = weight_of(weight_id, 48, columns)
+    x = torch.randn(5, columns, device="cuda").bfloat16()
     check(weight, layer_of(weight, "cuda")(x), x, "bf16")
 
 
