@@ -1,9 +1,8 @@
-"""The Triton form of `regroup_rows`: one program per row reads it once and writes codes and scale. Imports triton."""
+"""The Triton form of `regroup_rows`: a program reads a row once and writes codes and scale. Imports triton."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -11,14 +10,27 @@ import triton.language as tl
 
 from omniplat.portable.launch import Launch
 from omniplat.portable.mx_grid import GROUP, HEADROOM, LEAST_EXPONENT
-from omniplat.portable.quantize_triton import block_of, converts_fp8, warps_of
+from omniplat.portable.quantize_triton import converts_fp8
+from omniplat.portable.rows_triton import e4m3_codes, row_values, tile_of
 from omniplat.scheme import TensorQuant
 
-#: In place of the exponents of a token's groups: below all of them, where they are all zeros; and above, where one is
-#: not finite.
-_NOTHING, _BAD = -1000, 1000
+
+@triton.jit
+def _exponent_of(amax, RULE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Exponents, at least -127, of groups of e2m1 whose largest magnitudes have the bits `amax`."""
+    if RULE == "ceil":
+        # least e with amax <= 6 * 2^e, of the quotient rounded to f32
+        quotient = tl.div_rn(amax.to(tl.float32, bitcast=True), tl.full(amax.shape, 6.0, tl.float32))
+        bits = quotient.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) - 127 + tl.where((bits & 0x7FFFFF) > 0, 1, 0)
+    elif RULE == "even":
+        exponent = ((amax + 0x200000) >> 23) - 129
+    else:
+        exponent = (amax >> 23) - 129
+    return tl.maximum(exponent, -127)
 
 
+@triton.jit
 def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among its own types
     x,
     pre,
@@ -33,70 +45,55 @@ def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among 
     GROUP: tl.constexpr,
     HEADROOM: tl.constexpr,
     LEAST: tl.constexpr,
-    NOTHING: tl.constexpr,
-    BAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    GROUPS: tl.constexpr = WIDTH // GROUP
     row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    inside = k < columns
-    v = tl.load(x + row * stride + k, mask=inside, other=0.0).to(tl.float32)
-    if GATED:
-        v = v / (1.0 + tl.exp(-v)) * tl.load(x + row * stride + columns + k, mask=inside, other=0.0).to(tl.float32)
-    if PRE:
-        v = v * tl.load(pre + k, mask=inside, other=0.0)
-    groups = tl.reshape(v, [BLOCK // GROUP, GROUP])
-    # As integers magnitudes have the same order, and NaN is above all of them: it is not lost.
-    amax = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    finite = amax < 0x7F800000
-    if RULE == "ceil":
-        # least e with amax <= 6 * 2^e, of the quotient rounded to f32
-        quotient = tl.div_rn(amax.to(tl.float32, bitcast=True), tl.full([BLOCK // GROUP], 6.0, tl.float32))
-        bits = quotient.to(tl.int32, bitcast=True)
-        exponent = (bits >> 23) - 127 + tl.where((bits & 0x7FFFFF) > 0, 1, 0)
-    elif RULE == "even":
-        exponent = ((amax + 0x200000) >> 23) - 129
-    else:
-        exponent = (amax >> 23) - 129
-    exponent = tl.where(amax == 0, -127, tl.minimum(tl.maximum(exponent, -127), 127))
-    exponent = tl.where(finite, exponent, 0)
-    # 2^-exponent; its reciprocal 2^-127 is subnormal, which these units multiply by exactly enough: only values from
-    # 2^125 on meet it
-    up = tl.where(exponent < 127, (127 - exponent) << 23, 0x400000).to(tl.float32, bitcast=True)
-    # of the group's largest value: 0.25 is rounded to 0
-    occupied = amax.to(tl.float32, bitcast=True) * up > 0.25
-    top = tl.where(finite, tl.where(occupied, exponent, NOTHING), BAD)
-    top = tl.max(top, axis=0)
-    shift = tl.where(top == NOTHING, 0, tl.maximum(top, LEAST) - HEADROOM)
-    scale = tl.where(top == BAD, float("nan"), ((shift + 127) << 23).to(tl.float32, bitcast=True))
-    tl.store(scales + row, scale)
-    scaled = groups * up[:, None]
-    magnitude = tl.minimum(tl.abs(scaled), 6.0)
-    # The power of two below, at least 1, times 1.5 * 2^22: a number whose unit is e2m1's spacing there. It is added and
-    # taken away again.
-    power = (tl.maximum(magnitude, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    grid = tl.fma(power, -6291456.0, tl.fma(power, 6291456.0, magnitude))
-    # codes below 2^-10 are rounded to 0 whatever their exponent: 2^-126 stands for all of those
-    down = tl.maximum(exponent - shift, -126)
-    value = grid * ((down + 127) << 23).to(tl.float32, bitcast=True)[:, None]
-    sign = scaled.to(tl.int32, bitcast=True) & -0x80000000
-    if HARDWARE:
-        signed = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-        code = signed.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        pattern = value.to(tl.int32, bitcast=True)
-        above = ((pattern + 0x7FFFF + ((pattern >> 20) & 1)) >> 20) - 960
-        # 2^14: its unit is 2^-9, the spacing of e4m3's subnormals
-        below = (value + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        code = (tl.where(value < 0.015625, below, above) | ((sign >> 24) & 0x80)).to(tl.uint8)
-    codes_at = codes + row * columns + k
-    if top == BAD:
-        tl.store(codes_at, tl.zeros([BLOCK], tl.uint8), mask=inside)
-    else:
-        tl.store(codes_at, tl.reshape(code, [BLOCK]), mask=inside)
+    k = tl.arange(0, WIDTH)
+    held = ()
+    largest = ()
+    across = tl.full([GROUPS], 0, tl.int32)
+    for chunk in tl.static_range(CHUNKS):
+        v = row_values(x + row * stride, pre, columns, chunk * WIDTH + k, GATED, PRE)
+        v = tl.reshape(v, [GROUPS, GROUP])
+        # As integers magnitudes have the same order, and NaN is above all of them: it is not lost.
+        amax = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+        held += (v,)  # type: ignore[assignment]
+        largest += (amax,)  # type: ignore[assignment]
+        across = tl.maximum(across, amax)
+    most = tl.max(across, axis=0)
+    is_finite = most < 0x7F800000
+    # Exponents rise with magnitudes: the token's is that of its largest. Up to 2^-129, a quarter of the least scale of
+    # a group, all values are rounded to 0, and a token of those is scaled by 1.
+    shift = tl.where(most > 0x100000, tl.maximum(_exponent_of(most, RULE), LEAST) - HEADROOM, 0)
+    shift = tl.where(is_finite, shift, 0)
+    tl.store(scales + row, tl.where(is_finite, (shift + 127) << 23, 0x7FC00000).to(tl.float32, bitcast=True))
+    down = tl.broadcast_to(((127 - shift) << 23).to(tl.float32, bitcast=True), [GROUPS, GROUP])
+    # Added to the bits of a power of two it makes them 1.5 * 2^22 times as much, in the token's scale.
+    raised = ((22 - shift) << 23) + 0x400000
+    for chunk in tl.static_range(CHUNKS):
+        v = held[chunk]
+        # groups whose scale is 2^-14 or less in the token's are 0 in all codes, however they are rounded
+        exponent = tl.maximum(_exponent_of(largest[chunk], RULE), shift - 14)
+        # e2m1's spacing is half of the power of two below a value, or of the group's scale if that is larger. A sum
+        # with 3 * 2^22 spacings is rounded to multiples of one, to nearest even.
+        bits = v.to(tl.int32, bitcast=True)  # type: ignore[var-annotated]
+        units = tl.maximum((bits & 0x7F800000) + raised, (((exponent + 127) << 23) + raised)[:, None])
+        units = units.to(tl.float32, bitcast=True)
+        # a bad token has no codes but 0
+        limit = tl.where(is_finite, ((exponent - shift + 129) << 23) + 0x400000, 0).to(tl.float32, bitcast=True)
+        value = tl.minimum(tl.abs(tl.fma(v, down, units) - units), limit[:, None])
+        sign = bits & tl.where(is_finite, -2147483648, 0)
+        if HARDWARE:
+            value = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+            code = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            code = tl.where(is_finite, e4m3_codes(value) | ((sign >> 24) & 0x80), 0).to(tl.uint8)
+        at = chunk * WIDTH + k
+        tl.store(codes + row * columns + at, tl.reshape(code, [WIDTH]), mask=at < columns)
 
 
-_KERNEL: Any = triton.jit(_rows)
 _RULES = {"": "floor", "floor": "floor", "even": "even", "even-m1": "even", "ceil": "ceil", "rceil": "ceil"}
 
 
@@ -118,7 +115,7 @@ def regroup_rows(
 
 @lru_cache(maxsize=1024)
 def _launch_of(quant: TensorQuant, columns: int, gated: bool, pre: bool, device: torch.device) -> Launch:
-    block = block_of(columns)
+    tile = tile_of(columns)
     constants = {
         "RULE": _RULES[quant.scale_rule],
         "GATED": gated,
@@ -127,9 +124,8 @@ def _launch_of(quant: TensorQuant, columns: int, gated: bool, pre: bool, device:
         "GROUP": GROUP,
         "HEADROOM": HEADROOM,
         "LEAST": LEAST_EXPONENT,
-        "NOTHING": _NOTHING,
-        "BAD": _BAD,
-        "BLOCK": block,
+        "WIDTH": tile.width,
+        "CHUNKS": tile.chunks,
     }
     # a product and a sum that become one operation would round once where the rule rounds twice
-    return Launch(_KERNEL, constants, num_warps=warps_of(block), enable_fp_fusion=False)
+    return Launch(_rows, constants, num_warps=tile.warps, enable_fp_fusion=False)

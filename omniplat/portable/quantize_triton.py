@@ -1,4 +1,4 @@
-"""The Triton form of `quantize_rows`: one program per row reads it once and writes codes and scale.
+"""The Triton form of `quantize_rows`: a program reads a row once and writes codes and scale.
 
 Codes are rounded on the bits and not by a conversion, so that the result is the same on devices that have fp8
 conversions, on those that have none, and under Triton's interpreter. NVIDIA's devices from sm89 on convert by
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -17,9 +16,11 @@ import triton.language as tl
 
 from omniplat.portable.launch import Launch
 from omniplat.portable.quantize import divisor, least_scale
+from omniplat.portable.rows_triton import e4m3_codes, row_values, tile_of
 from omniplat.scheme import TensorQuant
 
 
+@triton.jit
 def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among its own types
     x,
     pre,
@@ -37,67 +38,73 @@ def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among 
     GIVEN: tl.constexpr,
     RECIPROCAL: tl.constexpr,
     HARDWARE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    inside = k < columns
-    v = tl.load(x + row * stride + k, mask=inside, other=0.0).to(tl.float32)
-    if GATED:
-        v = v / (1.0 + tl.exp(-v)) * tl.load(x + row * stride + columns + k, mask=inside, other=0.0).to(tl.float32)
-    if PRE:
-        v = v * tl.load(pre + k, mask=inside, other=0.0)
+    k = tl.arange(0, WIDTH)
+    held = ()
+    magnitude = tl.full([WIDTH], 0.0, tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        v = row_values(x + row * stride, pre, columns, chunk * WIDTH + k, GATED, PRE)
+        held += (v,)  # type: ignore[assignment]
+        magnitude = tl.maximum(magnitude, tl.abs(v), propagate_nan=tl.PropagateNan.ALL)
     if GIVEN:
         scale = tl.load(given)
-        multiplier = scale
     else:
         # As integers magnitudes have the same order, and NaN is above all of them: it is not lost.
-        magnitude = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        amax = tl.max(magnitude, axis=0).to(tl.float32, bitcast=True)
+        amax = tl.max(magnitude.to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
         scale = tl.div_rn(amax, divided_by)
         scale = tl.where(scale < least, least, scale)
         tl.store(scales + row, scale)
-        multiplier = tl.div_rn(top, tl.where(amax == 0.0, 1.0, amax))
-    safe = tl.where(scale == 0.0, 1.0, scale)
+    is_zero = scale == 0.0
+    is_finite = tl.abs(scale) < float("inf")
+    safe = tl.where(is_zero, 1.0, scale)
+    # Added to products: -0 leaves them what they are, 0 makes -0 to 0. As bits, for Triton's literals have one zero.
+    nought = tl.broadcast_to(tl.where(is_zero, 0, -2147483648).to(tl.float32, bitcast=True), [WIDTH])
     if RECIPROCAL:
-        scaled = v * multiplier
+        multiplier = tl.where(is_zero, 0.0, tl.div_rn(top, tl.where(amax == 0.0, 1.0, amax)))
+        multiplier = tl.broadcast_to(multiplier, [WIDTH])
     elif HARDWARE:
-        if (safe > 2.0**-60) & (safe < 2.0**60):
-            # A correctly rounded reciprocal and one step of correction give the rounded quotient (Markstein), as long
-            # as nothing underflows. Quotients beyond every code, and those that no code but 0 is near, keep their
-            # first form: the one may be Inf, the other -0, which no correction survives.
-            inverse = tl.div_rn(1.0, safe)
-            quotient = v * inverse
-            corrected = tl.fma(tl.fma(-quotient, tl.broadcast_to(safe, [BLOCK]), v), inverse, quotient)
-            size = tl.abs(quotient)
-            scaled = tl.where((size < 65536.0) & (size > 2.0**-20), corrected, quotient)
+        # scales are brought near 1, so that nothing underflows that has a code
+        size = tl.abs(safe)
+        nearer = tl.where(size < 2.0**-60, 2.0**100, tl.where(size > 2.0**60, 2.0**-100, 1.0))
+        inverse = tl.broadcast_to(tl.where(is_zero, 0.0, tl.div_rn(-1.0, safe * nearer)), [WIDTH])
+        # quotients by Inf are 0, which no correction is to change
+        divisor = tl.broadcast_to(tl.where(is_finite, safe * nearer, 0.0), [WIDTH])
+    for chunk in tl.static_range(CHUNKS):
+        v = held[chunk]
+        if RECIPROCAL:
+            scaled = tl.fma(v, multiplier, nought)
+        elif HARDWARE:
+            # A correctly rounded reciprocal and one step of correction give the rounded quotient (Markstein). The
+            # signs are those with which -0 remains -0.
+            negated = v * -nearer
+            quotient = tl.fma(negated, inverse, nought)
+            scaled = tl.fma(tl.fma(quotient, divisor, negated), inverse, quotient)
+            if GIVEN:
+                # beyond every code a quotient may be Inf, which does not survive the correction
+                scaled = tl.where(tl.abs(quotient) < 65536.0, scaled, quotient)
+                scaled = tl.where(is_zero, 0.0, scaled)
         else:
-            scaled = tl.div_rn(v, tl.broadcast_to(safe, [BLOCK]))
-    else:
-        scaled = tl.div_rn(v, tl.broadcast_to(safe, [BLOCK]))
-    scaled = tl.where(scale == 0.0, 0.0, scaled)
-    if INTEGER:
-        bounded = tl.where(scaled > 127.0, 127.0, tl.where(scaled < -128.0, -128.0, scaled))
-        # 1.5 * 2^23: its unit is 1, so that the sum is rounded to nearest even
-        whole = (bounded + 12582912.0) - 12582912.0
-        tl.store(codes + row * columns + k, whole.to(tl.int8), mask=inside)
-    elif HARDWARE:
-        tl.store(codes + row * columns + k, scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside)
-    else:
-        bits = scaled.to(tl.int32, bitcast=True)
-        sign = (bits >> 24) & 0x80
-        absolute = tl.abs(scaled)
-        bounded = tl.where(absolute > 448.0, 448.0, absolute)
-        pattern = bounded.to(tl.int32, bitcast=True)
-        normal = ((pattern + 0x7FFFF + ((pattern >> 20) & 1)) >> 20) - 960
-        # 2^14: its unit is 2^-9, the spacing of e4m3's subnormals
-        subnormal = (bounded + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        code = tl.where(bounded < 0.015625, subnormal, normal)
-        code = tl.where(absolute != absolute, 0x7F, code) | sign
-        tl.store(codes + row * columns + k, code.to(tl.uint8), mask=inside)
-
-
-_KERNEL: Any = triton.jit(_rows)
+            scaled = tl.where(is_zero, 0.0, tl.div_rn(v, tl.broadcast_to(safe, [WIDTH])))
+        if INTEGER:
+            if GIVEN or RECIPROCAL:
+                scaled = tl.where(scaled == scaled, scaled, 0.0)
+            # 1.5 * 2^23: its unit is 1, so that the sum is rounded to nearest even, and ends in the code. A bad token
+            # has no codes but 0.
+            whole = (scaled + 12582912.0).to(tl.int32, bitcast=True)
+            whole = tl.maximum(whole, 0x4B400000 - tl.where(is_finite, 128, 0))
+            code = tl.minimum(whole, 0x4B400000 + tl.where(is_finite, 127, 0)).to(tl.int8)
+        elif HARDWARE:
+            code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            absolute = tl.abs(scaled)
+            code = e4m3_codes(tl.where(absolute > 448.0, 448.0, absolute))
+            sign = (scaled.to(tl.int32, bitcast=True) >> 24) & 0x80
+            code = (tl.where(absolute != absolute, 0x7F, code) | sign).to(tl.uint8)
+        at = chunk * WIDTH + k
+        tl.store(codes + row * columns + at, code, mask=at < columns)
 
 
 @lru_cache(maxsize=64)
@@ -141,7 +148,7 @@ class _Form:
 
 @lru_cache(maxsize=1024)
 def _form_of(quant: TensorQuant, columns: int, gated: bool, pre: bool, given: bool, device: torch.device) -> _Form:
-    block = block_of(columns)
+    tile = tile_of(columns)
     constants = {
         "INTEGER": quant.is_integer,
         "GATED": gated,
@@ -149,22 +156,10 @@ def _form_of(quant: TensorQuant, columns: int, gated: bool, pre: bool, given: bo
         "GIVEN": given,
         "RECIPROCAL": not given and quant.scale_rule == "absmax-reciprocal",
         "HARDWARE": converts_fp8(device),
-        "BLOCK": block,
+        "WIDTH": tile.width,
+        "CHUNKS": tile.chunks,
     }
     # a product and a sum that become one operation would round once where the rule rounds twice
-    launch = Launch(_KERNEL, constants, num_warps=warps_of(block), enable_fp_fusion=False)
+    launch = Launch(_rows, constants, num_warps=tile.warps, enable_fp_fusion=False)
     top, codes = (127.0, torch.int8) if quant.is_integer else (448.0, torch.uint8)
     return _Form(launch, codes, (divisor(quant), top, least_scale(quant)))
-
-
-def block_of(columns: int) -> int:
-    """Columns that a program holds of a row: the next power of two.
-
-    At least 128: the device converts four numbers of a thread at once, and mixes them up where a thread has fewer.
-    """
-    return max(128, 1 << (columns - 1).bit_length())
-
-
-def warps_of(block: int) -> int:
-    """Measured on an H200; see docs/performance.md."""
-    return max(1, min(8, block // 1024))

@@ -87,6 +87,32 @@ def test_smoothed_and_strided(form: Form, device: str) -> None:
 
 
 @each_form
+@pytest.mark.parametrize("columns", [32, 160, 1056, 2048, 8224])
+def test_rows_of_every_length(form: Form, device: str, columns: int) -> None:
+    x = inputs(6, columns, "bf16")
+    equal(form(to_tensor(x).to(device), mxfp4(), None), regroup_activation(x.astype(np.float32), mxfp4()))
+
+
+@each_form
+@pytest.mark.parametrize("rule", RULES)
+def test_groups_of_every_size(form: Form, device: str, rule: str) -> None:
+    """Tokens and their groups over all of f32: what is far below a token's largest group is 0, with its sign."""
+    rng = np.random.default_rng(1)
+    tops = np.arange(-149, 125, 5)[:, None]
+    depths = np.where(rng.random((len(tops), 16)) < 0.5, rng.integers(0, 22, (len(tops), 16)), rng.integers(0, 250))
+    depths[:, 0] = 0
+    # all magnitudes of e2m1, half ways and their neighbours, and zeros of both signs
+    grid = np.float32([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7])
+    grid = np.concatenate([grid, np.nextafter(grid, np.float32(0)), np.nextafter(grid, np.float32(8))])
+    values = rng.choice(np.concatenate([grid, -grid]), (len(tops), 16, 32)).astype(np.float64)
+    x = np.ldexp(values, (tops - depths)[:, :, None]).astype(np.float32).reshape(len(tops), 512)
+    # up to 2^-129, a quarter of the least scale, tokens are 0
+    x[:6] = np.uint32([[1], [0xFFFFF], [0x100000], [0x100001], [0x180000], [0x200001]]).view(np.float32)
+    x[:6, ::3] *= -1
+    equal(form(to_tensor(x).to(device), mxfp4(rule), None), regroup_activation(x, mxfp4(rule)))
+
+
+@each_form
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_bad_token_is_bad_alone(form: Form, device: str, bad: float) -> None:
     x = to_tensor(inputs(9, 96, "bf16")).to(device)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from omniplat import oracle
-from omniplat.portable.quantize import quantize_rows, quantize_rows_torch, why_not
+from omniplat.portable.quantize import MAX_COLUMNS, has_triton, quantize_rows, quantize_rows_torch, why_not
 from omniplat.runtime.tensors import to_array, to_tensor
 from omniplat.scheme import TensorQuant, parse_activation_id
 from tests.support.triton import TRITON_DEVICE, needs_cuda, needs_triton
@@ -140,6 +140,50 @@ def test_a_scale_of_the_whole_input(device: str, element: str, rule: str) -> Non
 
 @each_form
 @pytest.mark.parametrize("element", ["fp8_e4m3", "int8"])
+@pytest.mark.parametrize("columns", [1, 31, 128, 257, 1025, 2048, 8200, 16400])
+def test_rows_of_every_length(form: Form, device: str, element: str, columns: int) -> None:
+    quant = TensorQuant(element, "token", dynamic=True)
+    x = inputs(4, columns, "bf16")
+    equal(form(to_tensor(x).to(device), quant, None, None), *expected(x, quant))
+
+
+@each_form
+@pytest.mark.parametrize("element", ["fp8_e4m3", "int8"])
+@pytest.mark.parametrize("rule", RULES)
+def test_scales_of_every_size(form: Form, device: str, element: str, rule: str) -> None:
+    """Codes of a row depend on its size only where f32 ends, and -0 is a code of its own throughout."""
+    quant = TensorQuant(element, "token", dynamic=True, scale_rule=rule)
+    x = np.ldexp(sized(128), np.arange(-146, 118, 4)[:, None]).astype(np.float32)
+    equal(form(to_tensor(x).to(device), quant, None, None), *expected(x, quant))
+
+
+@each_form
+@pytest.mark.parametrize("element", ["fp8_e4m3", "int8"])
+@pytest.mark.parametrize("exponent", [-149, -130, -100, -61, -60, -59, -10, 0, 59, 60, 61, 100, 126])
+def test_static_scales_of_every_size(form: Form, device: str, element: str, exponent: int) -> None:
+    """Against numbers far above and far below, and none at all."""
+    quant = TensorQuant(element, "tensor")
+    given = torch.full((1, 1), 1.25 * 2.0**exponent)
+    x = np.ldexp(sized(128), np.clip(exponent + np.arange(-40, 41), -149, 117)[:, None]).astype(np.float32)
+    x[0, :4] = [np.inf, -np.inf, np.finfo(np.float32).max, 2.0**-149]
+    if element == "fp8_e4m3":
+        x[0, 4] = np.nan
+    wanted = quantize_rows_torch(to_tensor(x), quant, None, given)
+    found = form(to_tensor(x).to(device), quant, None, given.to(device))
+    equal(found, to_array(wanted[0]).view(np.uint8), to_array(wanted[1]))
+
+
+def sized(columns: int) -> np.ndarray:
+    """A row with magnitudes up to 448, halves of codes and zeros of both signs among them."""
+    rng = np.random.default_rng(columns)
+    row = rng.uniform(-448, 448, columns) * np.exp2(rng.integers(-12, 1, columns))
+    row[::5] = np.round(row[::5]) + 0.5
+    row[:4] = [448.0, -448.0, 0.0, -0.0]
+    return row.astype(np.float32).astype(np.float64)
+
+
+@each_form
+@pytest.mark.parametrize("element", ["fp8_e4m3", "int8"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_bad_token_is_bad_alone(form: Form, device: str, element: str, bad: float) -> None:
     x = to_tensor(inputs(9, 96, "bf16")).to(device)
@@ -149,6 +193,8 @@ def test_a_bad_token_is_bad_alone(form: Form, device: str, element: str, bad: fl
     assert bool(torch.isfinite(scale[:7]).all())
     values = codes.view(torch.float8_e4m3fn).float() if element == "fp8_e4m3" else codes.float()
     assert bool((values[7] * scale[7]).isnan().all())
+    if abs(bad) == float("inf"):
+        assert bool((values[7, :40] == 0).all())
 
 
 @pytest.mark.parametrize("text", ["fp8-token", "fp8-tensor", "fp8-tensor-static", "int8-token", "int8-tensor-static"])
@@ -168,3 +214,16 @@ def test_rounding_of_another_kind_is_refused() -> None:
         why_not(TensorQuant("int8", "token", dynamic=True, rounding="half-away"))
         == "activations rounded to nearest even"
     )
+
+
+@pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+def test_a_row_is_held_whole_and_in_few_chunks() -> None:
+    from omniplat.portable.rows_triton import tile_of
+
+    for columns in range(1, MAX_COLUMNS + 1):
+        tile = tile_of(columns)
+        assert tile.width & (tile.width - 1) == 0
+        assert tile.width * (tile.chunks - 1) < columns <= tile.width * tile.chunks
+        # four numbers of a thread are converted at once; what a thread holds is to fit its registers
+        assert tile.width // (32 * tile.warps) >= 4
+        assert tile.width * tile.chunks // (32 * tile.warps) <= 64
