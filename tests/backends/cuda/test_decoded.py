@@ -112,7 +112,8 @@ def test_both_forms_are_the_re_encoded_kernels_product(span: int, wide: bool, de
     decoded, moved = (layer_of(name, weight, device) for name in ("fp8_decoded_mxfp4", "scaled_mm_mxfp4"))
     assert decoded.config.wide == wide
     torch.manual_seed(0)
-    for rows in (1, 17, 100, 300, 2000) if device == "cuda" else (5,):
+    # only the first call of a form goes through Triton's binder
+    for rows in (1, 17, 100, 300, 2000) * 2 if device == "cuda" else (5,):
         x = torch.randn(rows, 416, device=device).bfloat16()
         torch.testing.assert_close(decoded(x), moved(x), rtol=0, atol=0)
 
