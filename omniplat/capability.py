@@ -93,7 +93,8 @@ class Capability:
     `dtypes`       input dtypes.
     `requires`     distributions, as requirement strings ("humming-kernels>=0.1.20").
     `assumed`      True where a described device is taken to have those: the backend's extra brings them.
-    `accumulator`  "f32", "f64", "int32", ...: the tolerance of the conformance suite derives from it.
+    `accumulator`  "f32", "f64", "int32", "fp22-by-128" (of FP8 units, promoted to f32 every 128 products), ...: the
+                   tolerance of the conformance suite derives from it.
     `maturity`     "stable", "experimental" or `ARCHIVED`.
     `evidence`     "declared" | "emulated" | "verified on <device>".
     `impl`         "module:Class" of the kernel; empty while only planning is possible.

@@ -22,15 +22,19 @@ from omniplat.scheme import TensorQuant
 
 Float64 = NDArray[np.float64]
 
-#: Unit roundoff of the formats that sums and outputs are rounded to. fp22 is what FP8 units of Hopper keep of a sum.
+#: Unit roundoff of the formats that sums and outputs are rounded to. fp22 is what FP8 units of Hopper keep of a sum;
+#: fp22-by-128: those of 128 products, whose sums are then added up in f32.
 UNITS: dict[str, float] = {
     "f64": 2.0**-53,
     "f32": 2.0**-24,
     "fp22": 2.0**-14,
+    "fp22-by-128": 2.0**-14,
     "f16": 2.0**-11,
     "bf16": 2.0**-8,
     "int32": 0.0,
 }
+#: Products after which a sum is promoted to f32.
+PROMOTED_AFTER: dict[str, int] = {"fp22-by-128": 128}
 #: Half the spacing of the smallest numbers, where outputs may underflow.
 _TINY = {"f16": 2.0**-25, "bf16": 2.0**-134, "f32": 2.0**-150}
 
@@ -61,7 +65,8 @@ def accumulation(accumulator: str, columns: int, weight: TensorQuant, executed: 
     if accumulator == "int32" and _is_integer(weight) and _is_integer(executed) and columns <= INT32_COLUMNS:
         return gamma(after, UNITS["f32"])
     unit = UNITS[accumulator] if UNITS[accumulator] else UNITS["f32"]
-    return gamma(columns, unit) + gamma(after, UNITS["f32"])
+    interval = PROMOTED_AFTER.get(accumulator, columns)
+    return gamma(min(columns, interval), unit) + gamma(after + -(-columns // interval), UNITS["f32"])
 
 
 def _is_integer(quant: TensorQuant | None) -> bool:

@@ -1,6 +1,7 @@
-"""Which weights the portable weight-only kernels decode, as data: imports neither torch nor triton.
+"""Which weights the portable kernels take, as data: imports neither torch nor triton.
 
-Codes of 4 and 8 bits, with scales per row or in groups and blocks of a multiple of 16 columns.
+Weight-only kernels decode codes of 4 and 8 bits, with scales per row or in groups and blocks of a multiple of 16
+columns. Kernels that multiply codes by codes take those of 8 bits.
 """
 
 from __future__ import annotations
@@ -28,3 +29,8 @@ DECODED_EXPERTS: tuple[str, ...] = tuple(
     for name in DECODED_WEIGHTS
     if not name.endswith(("g256", "g512", "g1024", *(f"b{size}" for size in _BLOCKS[4:])))
 )
+
+#: Of products of fp8 codes: blocks of 128 columns, whose sums are scaled.
+FP8_BLOCKS: tuple[str, ...] = ("fp8-block128x128", "fp8-block64x128", "fp8-block32x128", "fp8-block16x128")
+#: Of products of int8 codes: scales of whole rows.
+INT8_ROWS: tuple[str, ...] = ("int8-channel", "int8-tensor")

@@ -25,7 +25,7 @@ def _store(value, row_scale, bias, y, n, m, m_inside, N, ROW_SCALE: tl.constexpr
 
 
 @triton.jit
-def _tokens_of(  # type: ignore[no-untyped-def]
+def tile_tokens(  # type: ignore[no-untyped-def]
     tile, x_rows, tile_expert, tile_first, tile_end, M, BM: tl.constexpr, EXPERTS: tl.constexpr
 ):
     """Expert, rows of the output, which of them there are, and the rows of x that they come from."""
@@ -96,7 +96,9 @@ def few_tokens(  # type: ignore[no-untyped-def]
     STRIDE: tl.constexpr = BLOCK * UNROLL
     SLICE: tl.constexpr = (K + STRIDE * SLICES - 1) // (STRIDE * SLICES) * STRIDE
     n = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
-    expert, m, m_inside, x_row = _tokens_of(tl.program_id(1), x_rows, tile_expert, tile_first, tile_end, M, BM, EXPERTS)
+    expert, m, m_inside, x_row = tile_tokens(
+        tl.program_id(1), x_rows, tile_expert, tile_first, tile_end, M, BM, EXPERTS
+    )
     d = tl.arange(0, DEPTH)
     k = tl.arange(0, SLICES)[:, None] * SLICE
     n_inside = n < N
@@ -210,7 +212,7 @@ def many_tokens(  # type: ignore[no-untyped-def]
     band = program // (BAND * tiles_m)
     width = tl.minimum(tiles_n - band * BAND, BAND)
     n = (band * BAND + (program % (BAND * tiles_m)) % width) * BN + tl.arange(0, BN)
-    expert, m, m_inside, x_row = _tokens_of(
+    expert, m, m_inside, x_row = tile_tokens(
         (program % (BAND * tiles_m)) // width, x_rows, tile_expert, tile_first, tile_end, M, BM, EXPERTS
     )
     d = tl.arange(0, DEPTH)

@@ -86,6 +86,9 @@ def test_accumulators() -> None:
     assert exact == gamma(7, UNITS["f32"])
     assert accumulation("f32", 4096, scheme.weight, scheme.activation) > 100 * exact
     assert accumulation("fp22", 4096, scheme.weight, scheme.activation) > 0.1
+    promoted = [accumulation("fp22-by-128", k, scheme.weight, scheme.activation) for k in (96, 128, 256, 16384)]
+    assert promoted[0] == pytest.approx(accumulation("fp22", 96, scheme.weight, scheme.activation), rel=1e-4)
+    assert promoted[1] < promoted[2] < promoted[3] < 1.01 * promoted[1]
     assert gamma(10, 0.1) == float("inf")
 
 

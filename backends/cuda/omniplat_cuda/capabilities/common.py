@@ -26,10 +26,14 @@ HALF = ("bf16", "f16")
 
 INTEGERS = ("int[2-8]-channel", "int[2-8]-g*", "uint[2-8]-channel", "uint[2-8]-g*")
 
-#: FP8 units before Blackwell keep about 22 bits of a sum. Kernels that promote to f32 every 128 values declare f32.
+#: FP8 units before Blackwell keep about 22 bits of a sum.
 FP8_ACCUMULATOR = "fp22"
+#: The same of sums of 128 products, which are then added up in f32.
+FP8_PROMOTED = "fp22-by-128"
 
 #: Rules for scales that the portable quantizers follow, the default first (`omniplat.oracle.scales`).
 FLOAT_RULES = ("absmax", "half-range", "absmax-clamped", "absmax-reciprocal")
+#: Of fp8 scales that are powers of two.
+POWER_RULES = ("ceil", "rceil")
 MX_RULES = ("floor", "even", "even-m1", "ceil", "rceil")
 NEAREST = ("nearest-even",)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from omniplat.capability import Capability, multiples
-from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_RESIDENT, DECODED_WEIGHTS
+from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_RESIDENT, DECODED_WEIGHTS, FP8_BLOCKS
 from omniplat_cuda.capabilities.common import (
     BITSANDBYTES,
     BLACKWELL,
     FLASHINFER,
+    FLOAT_RULES,
+    FP8_PROMOTED,
     HALF,
+    NEAREST,
+    POWER_RULES,
     SM80,
     SM100,
     SM120,
@@ -155,4 +159,23 @@ _PORTABLE = (
     ),
 )
 
-CAPABILITIES = (*_BITSANDBYTES, *_FLASHINFER, *_PORTABLE)
+#: Products of codes in 8 bits, with the inputs that are declared: before what computes in 16 bit.
+_EIGHT_BITS = (
+    Capability(
+        "portable_fp8_block",
+        "linear",
+        FP8_BLOCKS,
+        ("fp8-g128",),
+        scale_rules=(*FLOAT_RULES, *POWER_RULES),
+        roundings=NEAREST,
+        archs=("sm89", "sm90", *SM100, *SM120),
+        dtypes=HALF,
+        shapes=multiples(16, "in"),
+        requires=(TORCH, TRITON),
+        accumulator=FP8_PROMOTED,
+        priority=30,
+        impl="omniplat.portable.fp8_block:PortableFp8Block",
+    ),
+)
+
+CAPABILITIES = (*_BITSANDBYTES, *_FLASHINFER, *_PORTABLE, *_EIGHT_BITS)

@@ -1,0 +1,169 @@
+"""Linear layers in FP8 blocks against the oracle, within what the declared sums and the output's rounding allow.
+
+On CUDA the operator takes Triton's kernels, on a CPU plain torch; `test_scaled_product` has the kernels alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from omniplat_cuda.spec import SPEC
+
+from omniplat import oracle
+from omniplat.canonical import CanonicalWeight
+from omniplat.device import parse_device
+from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
+from omniplat.layer import LayerSpec
+from omniplat.match import Policy, match
+from omniplat.scheme import Scheme
+from tests.backends.cuda.building import DTYPES, check, each_device, layer_of
+from tests.support.triton import needs_cuda
+
+KERNEL = "portable_fp8_block"
+SCHEMES = tuple(f"fp8-block{rows}x128/fp8-g128" for rows in (128, 64, 32, 16))
+each_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+
+
+def weight_of(scheme: str | Scheme = SCHEMES[0], n: int = 200, k: int = 336, rule: str = "absmax") -> CanonicalWeight:
+    """Neither N nor K is a multiple of a block; magnitudes differ from block to block."""
+    parsed = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
+    assert parsed.activation is not None
+    activation = replace(parsed.activation, scale_rule=rule, scale_format="e8m0" if rule == "ceil" else "f32")
+    rng = np.random.default_rng(n + k)
+    values = rng.standard_normal((n, k)) * np.exp2(rng.integers(-6, 2, (-(-n // 8), 1)).repeat(8, 0)[:n])
+    weight = oracle.quantize_weight(values.astype(np.float32), parsed.weight)
+    return replace(weight, scheme=replace(parsed, activation=activation))
+
+
+def tokens(rows: int, k: int, device: str) -> torch.Tensor:
+    """Groups of 128 columns are of sizes that differ by up to 2^6: one scale for all of them would be seen."""
+    torch.manual_seed(rows)
+    sizes = torch.exp2(torch.randint(-3, 4, (rows, -(-k // 128)))).repeat_interleave(128, 1)[:, :k]
+    return (torch.randn(rows, k) * sizes).to(device)
+
+
+@each_device
+@each_scheme
+@pytest.mark.parametrize("rule", ["absmax", "absmax-reciprocal", "ceil"])
+def test_a_layer_computes_what_the_oracle_does(scheme: str, rule: str, device: str) -> None:
+    weight = weight_of(scheme, rule=rule)
+    for dtype, name in DTYPES.items():
+        layer = layer_of(KERNEL, weight, device, name)
+        assert layer(torch.empty(0, 336, dtype=dtype, device=device)).shape == (0, 200)
+        for rows in (1, 5, 17, 130):
+            check(layer, weight, tokens(rows, 336, device).to(dtype))
+        check(layer, weight, torch.randn(2, 5, 672, device=device).to(dtype)[..., ::2])
+
+
+@each_device
+def test_bias_is_added_before_the_one_rounding(device: str) -> None:
+    bare = weight_of()
+    bias = np.linspace(-40, 40, bare.out_features, dtype=np.float32)
+    weight = replace(bare, tensors={**bare.tensors, "bias": bias})
+    layer = layer_of(KERNEL, bare, device)
+    layer.bias = torch.from_numpy(bias).to(device)
+    check(layer, weight, tokens(9, 336, device).bfloat16())
+
+
+@each_device
+def test_smoothing_is_applied(device: str) -> None:
+    bare = weight_of(replace(Scheme.parse(SCHEMES[0]), pre_scale=True))
+    pre_scale = np.linspace(0.2, 1.2, bare.in_features, dtype=np.float32)
+    weight = replace(bare, tensors={**bare.tensors, "pre_scale": pre_scale})
+    check(layer_of(KERNEL, weight, device), weight, tokens(9, 336, device).bfloat16())
+
+
+@each_device
+@each_scheme
+def test_the_operator_is_well_registered(scheme: str, device: str) -> None:
+    layer = layer_of(KERNEL, weight_of(scheme), device)
+    x = tokens(17, 336, device).bfloat16()
+    arguments = (x, layer.codes, layer.scale, None, None, layer.config.activation, layer.config.block_rows, x.dtype)
+    torch.library.opcheck(torch.ops.omniplat.fp8_block_linear, arguments)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (17, 3, 1):
+        torch.testing.assert_close(compiled(x[:rows]), layer(x[:rows]), rtol=0, atol=0)
+
+
+@needs_cuda
+@each_scheme
+def test_a_graph_replays(scheme: str) -> None:
+    layer = layer_of(KERNEL, weight_of(scheme), "cuda")
+    x = tokens(17, 336, "cuda").bfloat16()
+    layer(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    x.copy_(tokens(18, 336, "cuda")[:17])
+    graph.replay()
+    torch.testing.assert_close(y, layer(x), rtol=0, atol=0)
+
+
+@needs_cuda
+def test_two_streams_run_one_layer() -> None:
+    layer = layer_of(KERNEL, weight_of(n=1024, k=1024), "cuda")
+    inputs = [tokens(rows, 1024, "cuda").bfloat16() for rows in (300, 301)]
+    wanted = [layer(x) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        found = []
+        for stream, x in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(layer(x))
+        torch.cuda.synchronize()
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@needs_cuda
+@pytest.mark.parametrize("rows", [1, 16, 64, 4096])
+def test_layers_of_a_models_size_on_cuda(rows: int) -> None:
+    weight = weight_of(n=1536, k=7168)
+    check(layer_of(KERNEL, weight, "cuda"), weight, tokens(rows, 7168, "cuda").bfloat16())
+
+
+def test_tensors_are_kept_as_large_as_they_are_stored() -> None:
+    weight = weight_of()
+    assert layer_of(KERNEL, weight, "cpu").nbytes == weight.nbytes == 200 * 336 + 4 * 2 * 3
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_nan_in_a_weight_is_refused(code: int) -> None:
+    weight = weight_of()
+    codes = weight.tensors["codes"].copy()
+    codes.view(np.uint8)[3, 5] = code
+    with pytest.raises(InvalidCheckpointError, match="holds NaN"):
+        layer_of(KERNEL, replace(weight, tensors={**weight.tensors, "codes": codes}), "cpu")
+
+
+@pytest.mark.parametrize(
+    "scheme", ["fp8-block128x128/a16", "fp8-block128x128/fp8-token", "fp8-block64x64/fp8-g64", "fp8-channel/fp8-g128"]
+)
+def test_what_is_not_declared_is_refused(scheme: str) -> None:
+    parsed = Scheme.parse(scheme)
+    bare = oracle.quantize_weight(np.ones((32, 128), np.float32), parsed.weight)
+    with pytest.raises(UnsupportedCombinationError, match="needs"):
+        layer_of(KERNEL, replace(bare, scheme=parsed), "cpu")
+
+
+@each_scheme
+@pytest.mark.parametrize("arch", ["sm89", "sm90", "sm100", "sm120"])
+def test_plans_take_it_where_there_are_fp8_units(scheme: str, arch: str) -> None:
+    spec = LayerSpec("layer", "linear", 4096, 7168, Scheme.parse(scheme))
+    for prefer in ("memory", "speed"):
+        chosen = match(spec, SPEC.capabilities, parse_device(f"cuda:{arch}"), Policy(prefer=prefer)).chosen
+        assert chosen is not None
+        assert chosen.capability.name == KERNEL
+
+
+def test_without_fp8_units_weights_are_decoded() -> None:
+    spec = LayerSpec("layer", "linear", 4096, 7168, Scheme.parse(SCHEMES[0]))
+    chosen = match(spec, SPEC.capabilities, parse_device("cuda:sm80"), Policy()).chosen
+    assert chosen is not None
+    assert chosen.capability.name == "portable_linear"
