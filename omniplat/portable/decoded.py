@@ -32,5 +32,6 @@ DECODED_EXPERTS: tuple[str, ...] = tuple(
 
 #: Of products of fp8 codes: blocks of 128 columns, whose sums are scaled.
 FP8_BLOCKS: tuple[str, ...] = ("fp8-block128x128", "fp8-block64x128", "fp8-block32x128", "fp8-block16x128")
-#: Of products of int8 codes: scales of whole rows.
-INT8_ROWS: tuple[str, ...] = ("int8-channel", "int8-tensor")
+#: Of products of codes whose sums are scaled by whole rows.
+FP8_ROWS: tuple[str, ...] = ("fp8-tensor", "fp8-channel")
+INT8_ROWS: tuple[str, ...] = ("int8-tensor", "int8-channel")

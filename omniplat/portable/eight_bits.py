@@ -1,7 +1,7 @@
 """Weights and tokens in codes of 8 bits, as products take them: which weights, in which buffers, what they stand for.
 
-A weight has scales of whole rows (int8) or of blocks of so many rows by 128 columns (fp8); tokens have one each, or one
-for every 128 columns.
+A weight has scales of whole rows, and tokens have one each; or it has scales of blocks of so many rows by 128 columns
+(fp8), and tokens have one for every 128 columns.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def why_not(weight: WeightTensors, weights: Collection[str], roles: Collection[s
         return f"one of {', '.join(weights)}"
     if not weight.tensors.keys() <= set(roles):
         return f"no roles but {', '.join(sorted(roles))}"
-    activation = weight.scheme.activation
-    if weight.scheme.weight.granularity == "block":
+    quant, activation = weight.scheme.weight, weight.scheme.activation
+    if quant.granularity == "block":
         return quantize_groups.why_not(activation)
-    if activation is None or activation.element != "int8" or activation.granularity != "token":
-        return "activations in int8 with a scale for each token"
+    if activation is None or activation.element != quant.element or activation.granularity != "token":
+        return f"activations in {quant.element} with a scale for each token"
     return quantize.why_not(activation)
 
 
@@ -36,9 +36,16 @@ def coded_tensors(weight: WeightTensors, name: str) -> dict[str, torch.Tensor]:
     rows or [ceil(N/bn), ceil(K/128)] of blocks. Experts lead. Raises InvalidCheckpointError, naming the layer `name`,
     for NaN codes."""
     codes, scale = weight.tensors["codes"], weight.tensors["scale"].to(torch.float32)
-    if weight.scheme.weight.granularity == "block":
-        return {"codes": fp8_codes(codes, name), "scale": scale.contiguous()}
-    return {"codes": codes.contiguous().view(torch.int8), "scale": scale.squeeze(-1).contiguous()}
+    quant = weight.scheme.weight
+    return {
+        "codes": codes.contiguous().view(torch.int8) if quant.is_integer else fp8_codes(codes, name),
+        "scale": (scale if quant.granularity == "block" else scale.squeeze(-1)).contiguous(),
+    }
+
+
+def block_rows_of(weight: WeightTensors) -> int:
+    """Rows of a block of the weight; 0 where whole rows have a scale."""
+    return weight.scheme.weight.block[0]
 
 
 def quantized(x: torch.Tensor, quant: TensorQuant, pre_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,10 +58,16 @@ def quantized(x: torch.Tensor, quant: TensorQuant, pre_scale: torch.Tensor | Non
 
 
 def represented_codes(codes: torch.Tensor, scale: torch.Tensor, block_rows: int) -> torch.Tensor:
-    """f32 [R, K]: codes [R, K] times `scale`: [ceil(R / block_rows), G] of 128 columns each, [R] or [R, 1] of rows."""
-    if codes.dtype == torch.int8:
-        return codes.to(torch.float32) * scale.reshape(-1, 1)
+    """f32 [R, K]: codes [R, K] times `scale`: [ceil(R / block_rows), G] of 128 columns each, or with `block_rows` 0 one
+    for each row."""
+    numbers = as_numbers(codes).to(torch.float32)
+    if not block_rows:
+        return numbers * scale.reshape(-1, 1)
     rows, columns = codes.shape
     by_row = scale.repeat_interleave(block_rows, 0)[:rows]
-    by_column = by_row.repeat_interleave(quantize_groups.GROUP, 1)[:, :columns]
-    return codes.view(torch.float8_e4m3fn).to(torch.float32) * by_column
+    return numbers * by_row.repeat_interleave(quantize_groups.GROUP, 1)[:, :columns]
+
+
+def as_numbers(codes: torch.Tensor) -> torch.Tensor:
+    """int8 codes as they are, bytes of e4m3fn as such."""
+    return codes if codes.dtype == torch.int8 else codes.view(torch.float8_e4m3fn)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from omniplat.errors import UnsupportedCombinationError
 from omniplat.layer import LayerSpec
 from omniplat.portable.decoded import FP8_BLOCKS
-from omniplat.portable.eight_bits import coded_tensors, quantized, represented_codes, why_not
+from omniplat.portable.eight_bits import as_numbers, block_rows_of, coded_tensors, quantized, represented_codes, why_not
 from omniplat.portable.quantize import has_triton
 from omniplat.runtime.kernel import LinearKernel, Prepared
 from omniplat.runtime.operators import linear_fake, new_library, register
@@ -58,7 +58,7 @@ class PortableFp8Block(LinearKernel[Fp8BlockConfig]):
         tensors = coded_tensors(weight, spec.name)
         if "pre_scale" in weight.tensors:
             tensors["pre_scale"] = weight.tensors["pre_scale"].to(torch.float32).reshape(-1).contiguous()
-        config = Fp8BlockConfig(encode_quant(weight.scheme.activation), weight.scheme.weight.block[0])
+        config = Fp8BlockConfig(encode_quant(weight.scheme.activation), block_rows_of(weight))
         return Prepared(tensors, config)
 
     def apply(
@@ -101,8 +101,8 @@ def _fp8_block_linear(
     if x.is_cuda and has_triton():
         from omniplat.portable.scaled_product_triton import scaled_product, tile_of
 
-        a, b = x_codes.view(torch.float8_e4m3fn), codes.view(torch.float8_e4m3fn)
-        scaled_product(a, b, x_scale, scale, bias, y, block_rows, tile_of(len(rows)))
+        tile = tile_of(len(rows))
+        scaled_product(as_numbers(x_codes), as_numbers(codes), x_scale, scale, bias, y, block_rows, tile)
         return y
     product = F.linear(represented_codes(x_codes, x_scale.t(), 1), represented_codes(codes, scale, block_rows))
     if bias is not None:

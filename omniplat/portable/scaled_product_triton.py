@@ -99,8 +99,8 @@ def _product(  # type: ignore[no-untyped-def]  # Triton looks annotations up amo
                 a, b = tl.load(code_at + step * BK), tl.load(x_at + step * BK)
             else:
                 inside = step * BK + k < K
-                a = tl.load(code_at + step * BK, mask=inside[None, :], other=0)
-                b = tl.load(x_at + step * BK, mask=inside[:, None], other=0)
+                a = tl.load(code_at + step * BK, mask=inside[None, :], other=0.0)
+                b = tl.load(x_at + step * BK, mask=inside[:, None], other=0.0)
             sums = tl.dot(a, b, sums, out_dtype=tl.int32 if INTEGER else tl.float32)
         value = sums.to(tl.float32) * tl.load(scale + expert * N + row)[:, None] * tl.load(x_scale + x_row)[None, :]
     if BIAS:

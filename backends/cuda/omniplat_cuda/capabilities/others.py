@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from omniplat.capability import Capability, multiples
-from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_RESIDENT, DECODED_WEIGHTS, FP8_BLOCKS
+from omniplat.portable.decoded import (
+    DECODED_EXPERTS,
+    DECODED_RESIDENT,
+    DECODED_WEIGHTS,
+    FP8_BLOCKS,
+    FP8_ROWS,
+    INT8_ROWS,
+)
 from omniplat_cuda.capabilities.common import (
     BITSANDBYTES,
     BLACKWELL,
     FLASHINFER,
     FLOAT_RULES,
+    FP8_ACCUMULATOR,
     FP8_PROMOTED,
     HALF,
     NEAREST,
@@ -159,6 +167,8 @@ _PORTABLE = (
     ),
 )
 
+_EXPERTS = "omniplat.portable.eight_bit_experts"
+_FP8_ARCHS = ("sm89", "sm90", *SM100, *SM120)
 #: Products of codes in 8 bits, with the inputs that are declared: before what computes in 16 bit.
 _EIGHT_BITS = (
     Capability(
@@ -168,13 +178,62 @@ _EIGHT_BITS = (
         ("fp8-g128",),
         scale_rules=(*FLOAT_RULES, *POWER_RULES),
         roundings=NEAREST,
-        archs=("sm89", "sm90", *SM100, *SM120),
+        archs=_FP8_ARCHS,
         dtypes=HALF,
         shapes=multiples(16, "in"),
         requires=(TORCH, TRITON),
         accumulator=FP8_PROMOTED,
         priority=30,
         impl="omniplat.portable.fp8_block:PortableFp8Block",
+    ),
+    Capability(
+        "portable_moe_fp8_block",
+        "moe",
+        FP8_BLOCKS,
+        ("fp8-g128",),
+        scale_rules=(*FLOAT_RULES, *POWER_RULES),
+        roundings=NEAREST,
+        archs=_FP8_ARCHS,
+        dtypes=HALF,
+        shapes=multiples(16, "in", "intermediate"),
+        requires=(TORCH, TRITON),
+        accumulator=FP8_PROMOTED,
+        priority=30,
+        refuses=("pre_scale",),
+        impl=f"{_EXPERTS}:PortableFp8BlockExperts",
+    ),
+    Capability(
+        # After torch's grouped product, which is for Hopper and bf16 alone, and has no bias.
+        "portable_moe_fp8",
+        "moe",
+        FP8_ROWS,
+        ("fp8-token",),
+        scale_rules=FLOAT_RULES,
+        roundings=NEAREST,
+        archs=_FP8_ARCHS,
+        dtypes=HALF,
+        shapes=multiples(16, "in", "intermediate"),
+        requires=(TORCH, TRITON),
+        accumulator=FP8_ACCUMULATOR,
+        priority=25,
+        refuses=("pre_scale",),
+        impl=f"{_EXPERTS}:PortableFp8Experts",
+    ),
+    Capability(
+        "portable_moe_int8",
+        "moe",
+        INT8_ROWS,
+        ("int8-token",),
+        scale_rules=FLOAT_RULES,
+        roundings=NEAREST,
+        archs=SM80,
+        dtypes=HALF,
+        shapes=multiples(16, "in", "intermediate"),
+        requires=(TORCH, TRITON),
+        accumulator="int32",
+        priority=25,
+        refuses=("pre_scale",),
+        impl=f"{_EXPERTS}:PortableInt8Experts",
     ),
 )
 
