@@ -72,7 +72,8 @@ def takes_fragments(form: WordForm, columns: int, dtype: torch.dtype, zero: str,
     if not computes_in_pairs(device) or not is_tested() or zero == "fraction" or form.depth != DEPTH:
         return False
     unit = DEPTH * parts_of(form.bits)
-    groups = form.is_packed or form.scale == "none" or unit % form.group == 0 or form.group % unit == 0
+    parts = form.group >= DEPTH and unit % form.group == 0
+    groups = form.is_packed or form.scale == "none" or parts or form.group % unit == 0
     scaled = form.scale in ("none", "f32", "bf16", "f16") or (form.is_packed and folds(form, dtype))
     if columns % 8 or form.out_features % 16 or not groups or not scaled:
         return False

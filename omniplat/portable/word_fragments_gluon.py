@@ -276,6 +276,7 @@ def fragments(
     EVEN: gl.constexpr = K % UNIT == 0 and EACH * WARPS == UNITS and EACH % AHEAD == 0
     OWN: gl.constexpr = SCALE != "none" and not FOLD
     SPANS: gl.constexpr = UNIT // GROUP if OWN and GROUP < UNIT else 1
+    gl.static_assert(PARTS % SPANS == 0)
     # a dimension is a power of two; three times one are three tensors
     THIRDS: gl.constexpr = 3 if BN % 3 == 0 else 1
     TILES: gl.constexpr = BN // (16 * THIRDS)

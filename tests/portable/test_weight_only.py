@@ -117,7 +117,8 @@ def test_the_weight_decoded_once(weight_id: str, n: int, k: int, device: str) ->
 
 
 @pytest.mark.parametrize("device", [pytest.param(TRITON_DEVICE, marks=needs_triton)])
-@pytest.mark.parametrize(("weight_id", "k"), [("mxfp4", 160), ("nvfp4", 80), ("int4-g32", 96), ("mxfp8", 32)])
+@pytest.mark.parametrize(("weight_id", "k"), [("mxfp4", 160), ("nvfp4", 80), ("int4-g32", 96), ("mxfp8", 32),
+                                             ("uint4-channel", 16), ("uint8-channel", 8)])  # fmt: skip
 @pytest.mark.parametrize("slices", [0, 2])
 def test_columns_that_fill_no_block(weight_id: str, k: int, slices: int, device: str) -> None:
     weight = weight_of(weight_id, 33, k)

@@ -14,6 +14,7 @@ import torch
 
 from omniplat.portable.quantize import has_triton
 from omniplat.portable.word_weights import WordForm, decode_form
+from omniplat.portable.words import parts_of
 from omniplat.runtime.tensors import to_tensor
 from tests.portable.test_weight_only import DTYPES, SCHEMES, check, layer_of, weight_of
 from tests.support.compile_for import compiled
@@ -55,6 +56,27 @@ def test_what_they_take() -> None:
     assert not taken(replace(form, depth=16))
 
 
+@needs_tested_triton
+@pytest.mark.parametrize("columns", [8, 16, 24, 32, 40, 64, 96, 128, 256])
+def test_groups_are_whole_parts(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """A group that is all columns of a narrow layer may be less: products of a part have one scale."""
+    from omniplat.portable import weight_only_triton, word_decode_triton
+
+    for module in (weight_only_triton, word_decode_triton):
+        monkeypatch.setattr(module, "computes_in_pairs", lambda device: True)
+    monkeypatch.setattr(weight_only_triton, "is_tested", lambda: True)
+    # past the cache, which this machine's device is in
+    asked = weight_only_triton.takes_fragments.__wrapped__
+    for weight_id in ("int4-g32", "uint4-g64", "uint4-channel", "uint8-channel", "fp8-g128"):
+        form = decode_form(layer_of(weight_of(weight_id, 32, 256)).config.form)
+        group = columns if weight_id.endswith("channel") else form.group
+        form = replace(form, group=group, in_features=columns)
+        zero = "integer" if weight_id.startswith("u") else ""
+        for dtype in DTYPES.values():
+            whole = group in (32, 64) or group % (32 * parts_of(form.bits)) == 0
+            assert asked(form, columns, dtype, zero, torch.device("cuda")) == whole, weight_id
+
+
 @needs_cuda
 @pytest.mark.parametrize("rows", [1, 12, 30, 60])
 @pytest.mark.parametrize("weight_id", SCHEMES)
@@ -69,6 +91,15 @@ def test_against_the_oracle(weight_id: str, rows: int) -> None:
 @pytest.mark.parametrize("weight_id", ["mxfp4", "nvfp4", "uint4-g32", "mxfp8", "fp8-channel", "nf4-b32", "uint8-g32"])
 @pytest.mark.parametrize("columns", [2880, 992, 96])
 def test_columns_that_fill_no_unit(weight_id: str, columns: int) -> None:
+    weight = weight_of(weight_id, 48, columns)
+    x = torch.randn(5, columns, device="cuda").bfloat16()
+    check(weight, layer_of(weight, "cuda")(x), x, "bf16")
+
+
+@needs_cuda
+@pytest.mark.parametrize("weight_id", ["uint4-channel", "uint8-channel", "int4-channel", "fp8-channel"])
+@pytest.mark.parametrize("columns", [8, 16, 32, 64])
+def test_layers_narrower_than_a_unit(weight_id: str, columns: int) -> None:
     weight = weight_of(weight_id, 48, columns)
     x = torch.randn(5, columns, device="cuda").bfloat16()
     check(weight, layer_of(weight, "cuda")(x), x, "bf16")
