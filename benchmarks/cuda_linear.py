@@ -47,7 +47,7 @@ from omniplat.scheme import Scheme
 
 SCHEMES = ("fp8-channel/fp8-token", "fp8-tensor/fp8-token", "fp8-tensor/fp8-tensor", "fp8-tensor/fp8-tensor-static",
            "int8-channel/int8-token", "mxfp8/mxfp8", "mxfp4/mxfp4", "mxfp4/a16", "nvfp4/a16", "int4-g128/a16",
-           "nf4-b64/a16", "mxfp8/a16", "fp8-channel/a16")  # fmt: skip
+           "nf4-b64/a16", "mxfp8/a16", "fp8-channel/a16", "fp8-block128x128/fp8-g128")  # fmt: skip
 #: Bytes of weights that one replay reads at least.
 ROTATED = 320 << 20
 #: A bf16 output costs 1.7e-3 by itself; more than this is a wrong kernel.

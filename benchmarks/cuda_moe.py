@@ -23,8 +23,10 @@ from cuda_linear import capabilities_of, graph_of, replayed
 
 from omniplat.layer import LayerSpec, MoeSpec
 from omniplat.portable.ahead import compile_kernels
+from omniplat.portable.eight_bits import as_numbers
 from omniplat.portable.mx_grid import regroup_rows_torch
 from omniplat.portable.quantize import quantize_rows_torch
+from omniplat.portable.quantize_groups import quantize_groups_torch
 from omniplat.portable.routing import sort_by_expert, weighted_sum
 from omniplat.portable.word_weights import code_values
 from omniplat.runtime.kernel import MoeKernel, load_kernel
@@ -53,10 +55,17 @@ def quantized(values: torch.Tensor, scheme: Scheme) -> tuple[WeightTensors, torc
     """Round to nearest, on the device: the weight, and what it stands for in bf16."""
     experts, n, k = values.shape
     rows = values.reshape(-1, k)
-    if scheme.weight_id == "fp8-channel":
-        codes, scale = quantize_rows_torch(rows, parse_activation_id("fp8-token"), None, None)  # type: ignore[arg-type]
-        codes = codes.view(torch.float8_e4m3fn)
+    if scheme.weight_id in ("fp8-channel", "int8-channel"):
+        by_row = parse_activation_id(scheme.weight_id.replace("channel", "token"))
+        codes, scale = quantize_rows_torch(rows, by_row, None, None)  # type: ignore[arg-type]
+        codes = as_numbers(codes)
         tensors = {"codes": codes.view(experts, n, k), "scale": scale.view(experts, n, 1)}
+        dense = codes.float() * scale
+    elif scheme.weight_id == "fp8-block128x128":
+        blocks = values.float().view(experts, n // 128, 128, k // 128, 128)
+        scale = blocks.abs().amax((2, 4), keepdim=True) / 448
+        codes = (blocks / scale).to(torch.float8_e4m3fn)
+        tensors = {"codes": codes.view(experts, n, k), "scale": scale.view(experts, n // 128, k // 128)}
         dense = codes.float() * scale
     elif scheme.weight.element == "nf4":
         groups = rows.float().view(len(rows), -1, scheme.weight.group_size)
@@ -119,10 +128,14 @@ def error_of(
     def seen(values: torch.Tensor) -> torch.Tensor:
         if quant is None:
             return values.double()
-        form = regroup_rows_torch(values, quant, None) if quant.scale_format == "e8m0" else quantize_rows_torch(
-            values, quant, None, None
-        )  # fmt: skip
-        return form[0].view(torch.float8_e4m3fn).double() * form[1].double()
+        if quant.is_microscaled:
+            codes, scale = regroup_rows_torch(values, quant, None)
+        elif quant.granularity == "group":
+            codes, scale = quantize_groups_torch(values, quant, None)
+            scale = scale.t().repeat_interleave(quant.group_size, 1)[:, : values.shape[1]]
+        else:
+            codes, scale = quantize_rows_torch(values, quant, None, None)
+        return as_numbers(codes).double() * scale.double()
 
     few = min(8, len(x))
     wanted = torch.zeros(few, HIDDEN, dtype=torch.float64, device=x.device)

@@ -18,8 +18,8 @@ from omniplat.portable.quantize_triton import converts_fp8
 from omniplat.portable.rows_triton import e4m3_codes, row_values
 from omniplat.scheme import TensorQuant
 
-#: Groups of a program, which then has 16 numbers for each of its threads.
-_COUNT, _WARPS = 16, 4
+#: Groups of a program, which so has 16 numbers for each of its threads.
+_COUNT, _WARPS = 8, 2
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -185,4 +185,5 @@ def _launch_of(tile: Tile, columns: int, block_rows: int, experts: bool, bias: b
         "BK": tile.columns,
         "BAND": _BAND,
     }
-    return Launch(_product, constants, num_warps=tile.warps, num_stages=tile.stages)
+    # scaled sums are added up in one operation with their product
+    return Launch(_product, constants, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)
