@@ -163,7 +163,7 @@ def _plain(quant: TensorQuant, rows: int, columns: int, rng: np.random.Generator
     if quant.second_scale == "global":
         tensors["global_scale"] = np.full((rows, 1), 2.0**-9 * 1.25, np.float32)
     if quant.second_scale == "dual":
-        tensors["scale2"] = rng.uniform(0.5, 1.5, (rows, columns // DUAL_LEVEL_COLUMNS)).astype(np.float32)
+        tensors["scale2"] = rng.uniform(0.5, 1.5, (rows, -(-columns // DUAL_LEVEL_COLUMNS))).astype(np.float32)
     return tensors
 
 
@@ -228,7 +228,7 @@ def _encoded(scheme: Scheme, values: Array) -> CanonicalWeight:
     if quant.second_scale == "global":
         tensors["global_scale"] = np.full((rows, 1), 0.25, np.float32)
     if quant.second_scale == "dual":
-        tensors["scale2"] = np.ones((rows, columns // DUAL_LEVEL_COLUMNS), np.float32)
+        tensors["scale2"] = np.ones((rows, -(-columns // DUAL_LEVEL_COLUMNS)), np.float32)
     codes = values
     if not quant.symmetric:
         low, high = code_range(quant.element)

@@ -17,11 +17,12 @@ DECODED_WEIGHTS: tuple[str, ...] = (
     # what blocks of 128 rows become where a part of a fused layer starts inside one
     *("fp8-block64x128", "fp8-block32x128", "fp8-block16x128"),
     *(f"{element}-b{size}" for element in ("nf4", "fp4bnb") for size in _BLOCKS),
-    *("mxfp8", "mxfp4", "nvfp4"),
+    *("mxfp8", "mxfp4", "mxfp4-dual", "nvfp4"),
 )
 
-#: Bytes kept per stored byte where scales are held in bf16 instead of a byte each: of 16 codes of 4 bits, of 32 of 8.
-DECODED_RESIDENT = (("nvfp4", 10 / 9), ("mxfp8", 34 / 33))
+#: Bytes kept per stored byte where scales are held in bf16 instead of a byte each: of 16 codes of 4 bits, of 32 of 8;
+#: or in f32 instead of a byte for 32 codes of 4 bits and an f32 for 512.
+DECODED_RESIDENT = (("nvfp4", 10 / 9), ("mxfp8", 34 / 33), ("mxfp4-dual", 20 / 17.25))
 
 #: Weight ids of experts: the same, but for groups longer than any checkpoint of experts has.
 DECODED_EXPERTS: tuple[str, ...] = tuple(

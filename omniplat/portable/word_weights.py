@@ -9,6 +9,8 @@ import msgspec
 import torch
 import torch.nn.functional as F
 
+from omniplat.errors import InvalidCheckpointError
+from omniplat.legality import DUAL_COLUMNS
 from omniplat.oracle.codecs import element_values
 from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_WEIGHTS
 from omniplat.portable.words import DEPTH, TABLES, from_words, parts_of, to_words
@@ -18,7 +20,7 @@ from omniplat.scheme import TensorQuant
 
 #: element -> bits of a code. Integers are held as what they are above their smallest, so that none is negative.
 _BITS = {"fp4_e2m1": 4, "int4": 4, "uint4": 4, "nf4": 4, "fp4_bnb": 4, "fp8_e4m3": 8, "int8": 8, "uint8": 8}
-_ROLES = frozenset({"codes", "scale", "zero_point", "global_scale", "pre_scale", "bias"})
+_ROLES = frozenset({"codes", "scale", "zero_point", "global_scale", "scale2", "pre_scale", "bias"})
 #: What static activations bring; nothing is quantized here.
 _UNUSED = frozenset({"input_scale", "input_zero_point", "input_global_scale"})
 _SCALES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -85,6 +87,8 @@ def form_of(weight: WeightTensors) -> WordForm:
     per_row = quant.granularity in ("tensor", "channel") and "zero_point" not in weight.tensors
     if per_row:
         scale = "none"
+    elif quant.second_scale == "dual":
+        scale = "f32"
     elif quant.scale_format in ("e8m0", "e4m3") and weight.tensors["scale"].element_size() == 1:
         scale = quant.scale_format
     else:
@@ -111,6 +115,8 @@ def _scales(weight: WeightTensors, form: WordForm, name: str) -> tuple[torch.Ten
     if form.scale == "none":
         empty = torch.empty((*weight.tensors["codes"].shape[:-2], 1, 0), dtype=torch.float32, device=scale.device)
         return empty, scale.to(torch.float32).squeeze(-1).contiguous()
+    if weight.scheme.weight.second_scale == "dual":
+        return _both_levels(weight, name), None
     row = weight.tensors.get("global_scale")
     row = None if row is None else row.to(torch.float32).squeeze(-1).contiguous()
     if form.raised and weight.scheme.weight.scale_format == "e8m0":
@@ -122,6 +128,29 @@ def _scales(weight: WeightTensors, form: WordForm, name: str) -> tuple[torch.Ten
     if form.scale == "e8m0":
         return e8m0_scale(scale, name).contiguous(), row
     return (scale.view(torch.uint8) if form.scale == "e4m3" else _float_scale(scale)).contiguous(), row
+
+
+def _both_levels(weight: WeightTensors, name: str) -> torch.Tensor:
+    """Products of a dual-level weight's scales, f32 [..., N, K/32], exact: those of groups that hold zeros alone are 0
+    where float32 has no normal number for them."""
+    level1 = e8m0_scale(weight.tensors["scale"], name)
+    level0 = weight.tensors["scale2"].to(torch.float64)
+    # the bits of 2^(byte - 127) in float64
+    power = ((level1.to(torch.int64) + (1023 - 127)) << 52).view(torch.float64)
+    each = DUAL_COLUMNS // weight.scheme.weight.group_size
+    product = power * level0.repeat_interleave(each, dim=-1)[..., : power.shape[-1]]
+    if not bool(product.isfinite().all()):
+        raise InvalidCheckpointError("a scale is not finite", key=name)
+    held = product.to(torch.float32)
+    normal = torch.finfo(torch.float32)
+    unfit = (product != 0) & ((product.abs() < normal.tiny) | (product.abs() > normal.max))
+    if bool(unfit.any()):
+        magnitudes = weight.tensors["codes"].view(torch.uint8) & 0x77
+        occupied = magnitudes.reshape(*level1.shape, -1).amax(-1) > 0
+        if bool((unfit & occupied).any()):
+            raise InvalidCheckpointError("the product of a group's two scales leaves float32's normal range", key=name)
+        held = held.masked_fill(unfit, 0.0)
+    return held.contiguous()
 
 
 def _packed_e8m0(
@@ -178,7 +207,7 @@ def word_tensors(weight: WeightTensors, form: WordForm, name: str) -> dict[str, 
     or [ceil(N/bn), ceil(K/bk)] of blocks, so that a row's next ones are in the cache; `zero` uint8 or f32 [N, G];
     `row_scale` f32 [N], one factor for each row; `table` f32 [16], of codes that are no numbers, in the order that they
     are held in; `pre_scale` f32 [K]. Experts lead, but for `table`. Raises InvalidCheckpointError, naming the layer
-    `name`, for codes and e8m0 scales of NaN."""
+    `name`, for codes and e8m0 scales of NaN, and for two levels of scales whose product is no normal float32."""
     codes = weight.tensors["codes"]
     rows = _bytes_of(codes.reshape(-1, codes.shape[-1]), weight.scheme.weight, name)
     scale, row_scale = _scales(weight, form, name)

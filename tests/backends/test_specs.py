@@ -226,8 +226,12 @@ def test_no_device_is_without_a_reason() -> None:
         # experts on Intel GPUs are weight-only
         ("xpu:bmg", "mxfp8/mxfp8", "moe", "mxfp8/a16"),
         ("xpu:bmg", "mxfp8/mxfp8", "linear", "mxfp8/mxfp8"),
-        # two levels of scales exist on one device
+        # two levels of scales exist on one device; elsewhere their products are held
         ("npu:a5", "mxfp4-dual/mxfp4-dual", "linear", "mxfp4-dual/mxfp4-dual"),
+        ("cuda:sm90", "mxfp4-dual/mxfp4-dual", "linear", "mxfp4-dual/a16"),
+        ("cuda:sm90", "mxfp4-dual/a16", "linear", "mxfp4-dual/a16"),
+        ("rocm:gfx950", "mxfp4-dual/mxfp4-dual", "linear", "mxfp4-dual/a16"),
+        ("xpu:bmg", "mxfp4-dual/mxfp4-dual", "moe", "mxfp4-dual/a16"),
         ("cuda:sm100", "mxfp4-dual/mxfp4-dual", "linear", ""),
         ("npu:a5", "nvfp4/nvfp4", "linear", ""),
         ("npu:310p", "int8-channel/int8-token", "linear", ""),

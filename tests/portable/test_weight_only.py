@@ -32,7 +32,7 @@ SCHEMES = (
     *("mxfp4", "mxfp8", "nvfp4", "nf4-b64", "fp4bnb-b64", "nf4-b128"),
     *("fp8-tensor", "fp8-channel", "fp8-g128", "fp8-block128x128", "fp8-block64x64", "fp8-block64x128"),
     *(f"{sign}int{bits}-{tail}" for sign in ("", "u") for bits in (4, 8) for tail in ("channel", "g32", "g64", "g128")),
-    *("int4-g96", "uint4-g16", "int8-tensor"),
+    *("int4-g96", "uint4-g16", "int8-tensor", "mxfp4-dual"),
 )
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 each_scheme = pytest.mark.parametrize("weight_id", SCHEMES)
@@ -206,12 +206,12 @@ def test_words_hold_every_code(form: tuple[str, int], depth: int, rows: int, col
     assert torch.equal(from_words(words, element, bits, depth, columns), codes)
 
 
-@pytest.mark.parametrize("weight_id", ["mxfp4", "fp8-channel", "int4-g128", "int8-g64", "nvfp4", "mxfp8"])
+@pytest.mark.parametrize("weight_id", ["mxfp4", "fp8-channel", "int4-g128", "int8-g64", "nvfp4", "mxfp8", "mxfp4-dual"])
 def test_what_is_kept(weight_id: str) -> None:
     """Codes and scales take what they take in the file, or what is declared; one number for each row aside."""
-    weight = weight_of(weight_id, n=96, k=768)
-    codes, scale = (weight.tensors[role].nbytes for role in ("codes", "scale"))
-    kept = dict(DECODED_RESIDENT).get(weight_id, 1.0) * (codes + scale) - codes - scale
+    weight = weight_of(weight_id, n=96, k=1536)
+    stored = sum(weight.tensors[role].nbytes for role in ("codes", "scale", "scale2") if role in weight.tensors)
+    kept = (dict(DECODED_RESIDENT).get(weight_id, 1.0) - 1) * stored
     assert layer_of(weight).nbytes == pytest.approx(weight.nbytes + kept, abs=4 * 96)
 
 
@@ -223,10 +223,53 @@ def test_nan_codes_are_refused() -> None:
         layer_of(replace(weight, tensors={**weight.tensors, "codes": codes}))
 
 
+def dual_of(level0: float, byte: int, code: int) -> CanonicalWeight:
+    """Rows whose second group has these scales, and this code everywhere."""
+    weight = weight_of("mxfp4-dual", n=16, k=1024)
+    codes, scale, scale2 = (weight.tensors[role].copy() for role in ("codes", "scale", "scale2"))
+    codes[:, 16:32], scale[:, 1], scale2[:, 0] = code | code << 4, byte, level0
+    scale[:, 2:16], codes[:, 32:256] = 127, 0
+    scale[:, 0], codes[:, :16] = 127, 0
+    return weight_of("mxfp4-dual", 16, 1024, codes=codes, scale=scale, scale2=scale2)
+
+
+#: Two levels of scales, and whether their product is a normal float32.
+LEVELS = [
+    *((1.5, 254, True), (1.99, 1, True), (2.0**-126, 127, True), (2.0**-149, 254, True), (0.0, 254, True)),
+    *((1.0, 0, False), (2.0**-126, 126, False), (2.0, 254, False), (3e38, 254, False), (2.0**-149, 149, False)),
+]
+
+
+@pytest.mark.parametrize(("level0", "byte", "normal"), LEVELS)
+def test_two_levels_of_scales_are_held_exactly_or_refused(level0: float, byte: int, normal: bool) -> None:
+    weight = dual_of(level0, byte, code=2)
+    if not normal:
+        with pytest.raises(InvalidCheckpointError, match="leaves float32's normal range"):
+            layer_of(weight)
+        return
+    held = layer_of(weight).get_buffer("scale")[:, 1].double().numpy()
+    assert np.array_equal(held, np.full(16, float(np.float32(level0)) * 2.0 ** (byte - 127)))
+
+
+@pytest.mark.parametrize("code", [0, 8])
+@pytest.mark.parametrize(("level0", "byte", "normal"), LEVELS)
+def test_scales_of_zeros_may_be_anything_finite(level0: float, byte: int, normal: bool, code: int) -> None:
+    weight = dual_of(level0, byte, code)
+    x = torch.randn(3, 1024).bfloat16()
+    check(weight, layer_of(weight)(x), x, "bf16")
+
+
+@pytest.mark.parametrize(("level0", "byte"), [(np.nan, 127), (np.inf, 127), (1.0, 255)])
+@pytest.mark.parametrize("code", [0, 2])
+def test_scales_that_are_not_finite_are_refused(level0: float, byte: int, code: int) -> None:
+    with pytest.raises(InvalidCheckpointError, match=r"layer.*a scale is (NaN|not finite)"):
+        layer_of(dual_of(level0, byte, code))
+
+
 @pytest.mark.parametrize(
     "weight_id",
     [
-        *("int3-g128", "mxfp6e2m3", "mxfp4-dual", "fp8e5m2-channel", "svdq-int4-g64", "gguf-q4_0", "int4-g8"),
+        *("int3-g128", "mxfp6e2m3", "fp8e5m2-channel", "svdq-int4-g64", "gguf-q4_0", "int4-g8"),
         *("mxint8", "mxint4", "int8-block128x128", "int4-tensor", "fp8-block64x32"),
     ],
 )

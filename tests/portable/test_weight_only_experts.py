@@ -28,6 +28,7 @@ EXPERTS, HIDDEN, INNER, TOP = 5, 128, 192, 2
 CAPABILITY = Capability("portable_moe", "moe", ("*",), ("a16",), executes="a16")
 SCHEMES = (
     "mxfp4",
+    "mxfp4-dual",
     "mxfp8",
     "nvfp4",
     "int4-g64",

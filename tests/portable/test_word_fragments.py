@@ -30,7 +30,9 @@ def taken(form: WordForm, dtype: str = "bf16", zero: str = "", columns: int = 0)
 
 
 @needs_tested_triton
-@pytest.mark.parametrize("weight_id", ["mxfp4", "nvfp4", "uint4-g64", "nf4-b64", "fp8-block128x128", "uint8-g64"])
+@pytest.mark.parametrize(
+    "weight_id", ["mxfp4", "nvfp4", "uint4-g64", "nf4-b64", "fp8-block128x128", "uint8-g64", "mxfp4-dual"]
+)
 def test_they_compile(weight_id: str) -> None:
     lines = [line.split() for line in compiled("sm90", weight_id, tokens=(5, 30))]
     assert len(lines) == 4
@@ -106,7 +108,9 @@ def test_layers_narrower_than_a_unit(weight_id: str, columns: int) -> None:
 
 
 @needs_cuda
-@pytest.mark.parametrize("weight_id", ["int4-g128", "uint4-g32", "uint8-g64", "fp8-channel", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize(
+    "weight_id", ["int4-g128", "uint4-g32", "uint8-g64", "fp8-channel", "nvfp4", "mxfp4", "mxfp4-dual"]
+)
 @pytest.mark.parametrize("columns", [1024, 1152])
 def test_f16(weight_id: str, columns: int) -> None:
     weight = weight_of(weight_id, 272, columns)

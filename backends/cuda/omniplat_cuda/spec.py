@@ -35,7 +35,6 @@ SPEC = BackendSpec(
         ),
     ),
     not_supported=(
-        NotSupported("mxfp4-dual*", "never", "two levels of scales exist on Ascend only"),
         NotSupported("mxfp6*", "todo", "no kernel decodes 6-bit codes on architectures before sm100"),
         NotSupported("svdq-*", "todo", "no low-rank branch"),
         NotSupported("gguf-*", "todo", "no decoder for GGUF blocks"),

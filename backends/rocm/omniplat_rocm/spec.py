@@ -72,7 +72,6 @@ SPEC = BackendSpec(
         ),
     ),
     not_supported=(
-        NotSupported("mxfp4-dual*", "never", "two levels of scales exist on Ascend only"),
         NotSupported("int8-bnb", "todo", "no kernel splits outlier columns"),
         NotSupported("svdq-*", "todo", "no low-rank branch"),
         NotSupported("gguf-*", "todo", "no decoder for GGUF blocks"),

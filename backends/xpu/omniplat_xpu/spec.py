@@ -358,7 +358,6 @@ SPEC = BackendSpec(
         ),
     ),
     not_supported=(
-        NotSupported("mxfp4-dual*", "never", "two levels of scales exist on Ascend only"),
         NotSupported("int8-*/int8-*", "todo", "no int8 GEMM in vllm-xpu-kernels: weight-only"),
         NotSupported("int8-bnb", "todo", "no kernel splits outlier columns"),
         NotSupported("svdq-*", "todo", "no low-rank branch"),
