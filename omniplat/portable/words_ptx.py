@@ -82,7 +82,8 @@ def _twice(half: int) -> str:
 
 
 def _made(parts: int, inputs: str, extra: str, names: str, lines: list[str]) -> Decoder:
-    constraints = ",".join(["=r"] * parts + ["r", *inputs])
+    # "&": parts are written while inputs are still to be read, and lie in no register of theirs
+    constraints = ",".join(["=&r"] * parts + ["r", *inputs])
     return Decoder(f"{{ .reg .b32 {names}; {' '.join(lines)} }}", constraints, extra)
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from omniplat.portable.word_weights import code_values
 from omniplat.portable.words import from_words, parts_of
 from omniplat.portable.words_ptx import base_of, decoder
-from tests.support.ptx import evaluated
+from tests.support.ptx import evaluated, reads_after_writes
 
 BITS = {"fp4_e2m1": 4, "fp8_e4m3": 8, "int4": 4, "uint4": 4, "int8": 8, "uint8": 8, "nf4": 4, "fp4_bnb": 4}
 HALF = {True: ml_dtypes.bfloat16, False: np.float16}
@@ -23,7 +23,10 @@ def decoded(element: str, bf16: bool, zero: bool, scale: str, *extra: NDArray[np
     """[word, parts]: what is made of every word in the lower half of a register, with another in the upper."""
     made = decoder(element, BITS[element], bf16, zero, scale)
     assert made is not None
-    assert len(made.constraints.split(",")) == parts_of(BITS[element]) + 1 + len(extra)
+    constraints = made.constraints.split(",")
+    assert len(constraints) == parts_of(BITS[element]) + 1 + len(extra)
+    # parts may lie in registers of inputs that are still to be read, unless "&" forbids it
+    assert not reads_after_writes(made.text, parts_of(BITS[element])) or all("&" in c for c in constraints if "=" in c)
     parts = evaluated(made.text, parts_of(BITS[element]), [WORDS | (OTHERS << np.uint64(16)), *extra])
     lower, upper = (
         np.stack([((part >> shift) & 0xFFFF).astype(np.uint16).view(HALF[bf16]) for part in parts], 1)
@@ -87,3 +90,27 @@ def test_scales_are_multiplied(element: str, scale: str) -> None:
     number = values(element) * np.exp2(exponents[0])
     finite = np.isfinite(number)
     np.testing.assert_array_equal(found[finite], number[finite])
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("bf16", ml_dtypes.bfloat16), ("f16", np.float16)])
+def test_fragments_are_multiplied(kind: str, dtype: type) -> None:
+    """Two warps that multiply three matrices each; element i of a fragment is where PTX's manual says that it is."""
+    rng = np.random.default_rng(0)
+    a, b, c = (rng.integers(-9, 9, (2, 3, *shape)).astype(np.float32) for shape in ((16, 16), (16, 8), (16, 8)))
+    registers = np.zeros((10, 64, 3), np.uint32)
+    for warp, which, lane in np.ndindex(2, 3, 32):
+        group, thread = lane // 4, lane % 4
+        rows = [group if i < 2 or 4 <= i < 6 else group + 8 for i in range(8)]
+        columns = [2 * thread + (i & 1) + (0 if i < 4 else 8) for i in range(8)]
+        depths = [2 * thread + (i & 1) + (0 if i < 2 else 8) for i in range(4)]
+        held = registers[:, 32 * warp + lane, which]
+        held[:4] = a[warp, which, rows, columns].astype(dtype).view(np.uint32)
+        held[4:6] = b[warp, which, depths, group].astype(dtype).view(np.uint32)
+        held[6:] = [c[warp, which, group + i // 2 * 8, 2 * thread + i % 2].view(np.uint32) for i in range(4)]
+    text = "mma.sync.aligned.m16n8k16.row.col.f32." + kind + "." + kind + ".f32 "
+    text += "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    found = np.stack(evaluated(text, 4, list(registers))).view(np.float32)
+    wanted = a @ b + c
+    for warp, which, lane, i in np.ndindex(2, 3, 32, 4):
+        number = wanted[warp, which, lane // 4 + i // 2 * 8, lane % 4 * 2 + i % 2]
+        assert found[i, 32 * warp + lane, which] == number
