@@ -8,8 +8,12 @@ and two products take those. So every load is as wide as there is, and nothing g
 of warps, which divide K among them.
 
 Triton leaves open which thread has which element of a tensor; a layout of Gluon's says it. The first dimension of every
-tensor here are the threads of a program, then come 16 rows each, then 8 tokens each. Gluon has no interpreter: what
-`omniplat.portable.word_kernels_triton` computes is the same, and is what runs elsewhere. Imports triton.
+tensor here are the threads of a program, then come 16 rows each, then 8 tokens each.
+
+What `omniplat.portable.word_kernels_triton` computes is the same, and is what runs elsewhere. Triton interprets no
+Gluon: where there is no device, tests run this very source on numpy arrays (`tests/support/gluon.py`), against the
+oracle and with every read checked, and compile it for one. An operation of Gluon's or an instruction that is new here
+is to be added there. Imports triton.
 """
 
 # Statements of Gluon are not all of them Python's: tuples grow, and no expression is starred.

@@ -2,8 +2,8 @@
 text.
 
 Only what `omniplat.portable.words_ptx`, `omniplat.portable.word_fragments_gluon` and
-`omniplat_cuda.kernels.decoded_ptx` write is known; anything else is an error. A register holds what it does in every thread: an array, whose first dimension counts the threads where a warp
-works together.
+`omniplat_cuda.kernels.decoded_ptx` write is known; anything else is an error. A register holds what it does in every
+thread: an array, whose first dimension counts the threads where a warp works together.
 """
 
 from __future__ import annotations
