@@ -204,10 +204,10 @@ def _in_triton(
 ) -> torch.Tensor:
     """What the experts make of the rows of `order`, [R, K] in `dtype`; rows of no expert hold anything."""
     from omniplat.portable.experts_triton import in_place, tiles_of, tokens_of
-    from omniplat.portable.scaled_product_triton import MOST_TOKENS, scaled_product, tile_of
+    from omniplat.portable.scaled_product_triton import scaled_product, tile_of_experts
     from omniplat.portable.weight_only_triton import ExpertTiles
 
-    tile = tile_of(min(MOST_TOKENS, tokens_of(len(order.rows), len(up.codes), x_codes.device)))
+    tile = tile_of_experts(tokens_of(len(order.rows), len(up.codes), x_codes.device))
 
     def product(codes: torch.Tensor, scale: torch.Tensor, weight: _Weight, tiles: ExpertTiles) -> torch.Tensor:
         y = torch.empty((len(order.rows), weight.codes.shape[1]), dtype=dtype, device=codes.device)

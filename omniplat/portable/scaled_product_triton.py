@@ -123,15 +123,22 @@ class Tile:
 
 #: The largest tile of tokens. Sums of a group and the total take twice the registers of a sum alone.
 MOST_TOKENS = 64
+_MANY = Tile(128, MOST_TOKENS, 128, 4, 3)
 
 
 @lru_cache(maxsize=4096)
 def tile_of(m: int) -> Tile:
-    """For `m` tokens, or rows of a tile of one expert. Not measured yet: the shape that a step's traffic suggests."""
+    """For `m` tokens. Not measured; for more than 32 the sizes that vLLM's tables have for its kernel of this kind on an
+    H200 (https://github.com/vllm-project/vllm/tree/v0.30.0/vllm/model_executor/layers/quantization/utils/configs)."""
+    if m > 2 * MOST_TOKENS:
+        return _MANY
     tokens = min(MOST_TOKENS, max(16, 1 << (m - 1).bit_length()))
-    if tokens == MOST_TOKENS:
-        return Tile(128, tokens, 128, 4, 3)
     return Tile(64, tokens, 128, 4, 6 if tokens == 16 else 4)
+
+
+def tile_of_experts(tokens: int) -> Tile:
+    """For at most so many rows of one expert: there are tiles enough without small ones."""
+    return _MANY if tokens >= MOST_TOKENS else tile_of(tokens)
 
 
 def scaled_product(

@@ -6,6 +6,7 @@ On CUDA the operator takes Triton's kernels, on a CPU plain torch; `test_scaled_
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from omniplat.device import parse_device
 from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
 from omniplat.layer import LayerSpec
 from omniplat.match import Policy, match
+from omniplat.portable.ahead import compile_kernels
 from omniplat.scheme import Scheme
 from tests.backends.cuda.building import DTYPES, check, each_device, layer_of
 from tests.support.triton import needs_cuda
@@ -119,6 +121,20 @@ def test_two_streams_run_one_layer() -> None:
         torch.cuda.synchronize()
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@needs_cuda
+def test_calls_find_what_was_compiled_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    layer = layer_of(KERNEL, weight_of(n=144, k=656), "cuda")
+    assert compile_kernels([layer], (1, 32, 4096)) > 0
+    told: list[bool] = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **event: told.append(event["cache_hit"]))
+    for rows in (1, 3, 16, 17, 32, 500):
+        layer(tokens(rows, 656, "cuda").bfloat16())
+    assert all(told), "a call compiled a kernel"
 
 
 @needs_cuda
