@@ -11,7 +11,7 @@ from collections.abc import Collection
 import torch
 
 from omniplat.portable import quantize, quantize_groups
-from omniplat.runtime.finite import fp8_codes
+from omniplat.runtime.finite import fp8_codes, multipliers
 from omniplat.runtime.tensors import WeightTensors
 from omniplat.scheme import TensorQuant
 
@@ -34,9 +34,8 @@ def why_not(weight: WeightTensors, weights: Collection[str], roles: Collection[s
 def coded_tensors(weight: WeightTensors, name: str) -> dict[str, torch.Tensor]:
     """Buffers of a weight that `why_not` allows: `codes` [N, K], uint8 (bytes of e4m3fn) or int8; `scale` f32 [N] of
     rows or [ceil(N/bn), ceil(K/128)] of blocks. Experts lead. Raises InvalidCheckpointError, naming the layer `name`,
-    for NaN codes."""
-    codes, scale = weight.tensors["codes"], weight.tensors["scale"].to(torch.float32)
-    quant = weight.scheme.weight
+    for NaN codes and e8m0 scales of NaN."""
+    codes, scale, quant = weight.tensors["codes"], multipliers(weight, name), weight.scheme.weight
     return {
         "codes": codes.contiguous().view(torch.int8) if quant.is_integer else fp8_codes(codes, name),
         "scale": (scale if quant.granularity == "block" else scale.squeeze(-1)).contiguous(),

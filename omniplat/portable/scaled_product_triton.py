@@ -128,8 +128,8 @@ _MANY = Tile(128, MOST_TOKENS, 128, 4, 3)
 
 @lru_cache(maxsize=4096)
 def tile_of(m: int) -> Tile:
-    """For `m` tokens. Not measured; for more than 32 the sizes that vLLM's tables have for its kernel of this kind on an
-    H200 (https://github.com/vllm-project/vllm/tree/v0.30.0/vllm/model_executor/layers/quantization/utils/configs)."""
+    """For `m` tokens. Not measured; for more than 32 the sizes that vLLM's tables have for its kernel of this kind, on
+    an H200 (https://github.com/vllm-project/vllm/tree/v0.30.0/vllm/model_executor/layers/quantization/utils/configs)."""
     if m > 2 * MOST_TOKENS:
         return _MANY
     tokens = min(MOST_TOKENS, max(16, 1 << (m - 1).bit_length()))

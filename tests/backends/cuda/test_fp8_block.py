@@ -61,6 +61,20 @@ def test_a_layer_computes_what_the_oracle_does(scheme: str, rule: str, device: s
 
 
 @each_device
+@each_scheme
+def test_scales_of_the_weight_that_are_powers_of_two(scheme: str, device: str) -> None:
+    """As DeepSeek stores them where activations have them, too: a byte each."""
+    parsed = Scheme.parse(scheme)
+    weight = weight_of(replace(parsed, weight=replace(parsed.weight, scale_format="e8m0")), rule="ceil")
+    assert weight.tensors["scale"].dtype == np.uint8
+    check(layer_of(KERNEL, weight, device), weight, tokens(9, 336, device).bfloat16())
+    scale = weight.tensors["scale"].copy()
+    scale[0, 0] = 255
+    with pytest.raises(InvalidCheckpointError, match="NaN"):
+        layer_of(KERNEL, replace(weight, tensors={**weight.tensors, "scale": scale}), device)
+
+
+@each_device
 def test_bias_is_added_before_the_one_rounding(device: str) -> None:
     bare = weight_of()
     bias = np.linspace(-40, 40, bare.out_features, dtype=np.float32)
