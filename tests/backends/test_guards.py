@@ -63,6 +63,41 @@ def test_nan_is_refused_by_every_kernel(device: str, weight_id: str) -> None:
                     build(subject, case, NAN[weight_id])
 
 
+def written_out(weight: CanonicalWeight) -> CanonicalWeight:
+    """The same with scales in f32 that are a byte each, powers of two."""
+    scale = np.ldexp(1.0, weight.tensors["scale"].astype(int) - 127).astype(np.float32)
+    scheme = replace(weight.scheme, weight=replace(weight.scheme.weight, scale_format="f32"))
+    return replace(weight, scheme=scheme, tensors={**weight.tensors, "scale": scale})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scales_of_blocks_may_be_powers_of_two_in_a_byte(device: str) -> None:
+    """They are no numbers from 0 to 255: a layer computes what it does with the same scales in f32."""
+    rng = np.random.default_rng(0)
+    x = torch.randn(9, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ids, ones = torch.arange(18, dtype=torch.int32).view(9, 2) % 8, torch.ones(9, 2)
+    with emulate(device) as emulation:
+        subject = find_subject(DEVICES[device], emulated=emulation.device)
+        for capability in subject.spec.capabilities:
+            runs = not capability.archs or subject.device.arch in capability.archs
+            if not (capability.impl and runs and declared_weights(capability, ("fp8-block128x128",))):
+                continue
+            scheme = scheme_of(capability, "fp8-block128x128")
+            scheme = replace(scheme, weight=replace(scheme.weight, scale_format="e8m0"))
+            if capability.op == "linear":
+                weight = random_weight(scheme, 256, 512, rng)
+                found, wanted = (linear_layer(subject, capability, w, "bf16")(x) for w in (weight, written_out(weight)))
+            else:
+                shapes = ((512, 512), (512, 256))
+                pair = [stack([random_weight(scheme, n, k, rng) for _ in range(8)]) for n, k in shapes]
+                found, wanted = (
+                    expert_layer(subject, capability, *weights, "bf16")(x, ids, ones)
+                    for weights in (pair, map(written_out, pair))
+                )
+            assert bool(torch.isfinite(wanted).all()), capability.name
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0, msg=capability.name)
+
+
 @pytest.mark.parametrize("device", ["cuda:sm90", "xpu:bmg", "rocm:gfx942"])
 def test_unsigned_codes_need_a_zero_point(device: str) -> None:
     """Operators that would take another number for one that is not there are not given such weights."""

@@ -14,6 +14,7 @@ from omniplat.capability import Capability
 from omniplat.errors import InvalidCheckpointError
 from omniplat.layer import LayerSpec
 from omniplat.runtime.declared import require_declared
+from omniplat.runtime.finite import multipliers
 from omniplat.runtime.kernel import LinearKernel, Prepared
 from omniplat.runtime.tensors import DTYPES, WeightTensors
 from omniplat.scheme import Scheme
@@ -158,8 +159,7 @@ class Fp8BlockLinear(AscendLinear):
     product: ClassVar[str] = "fp8_block"
 
     def laid_out(self, weight: WeightTensors, spec: LayerSpec) -> dict[str, torch.Tensor]:
-        scale = weight.tensors["scale"].to(torch.float32).contiguous()
-        return {"codes": layouts.fp8_bytes(weight, spec), "scale": scale}
+        return {"codes": layouts.fp8_bytes(weight, spec), "scale": multipliers(weight, spec.name).contiguous()}
 
 
 class Mxfp8Linear(AscendLinear):

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from omniplat.errors import InvalidCheckpointError, UnsupportedCombinationError
 from omniplat.layer import LayerSpec
 from omniplat.portable.word_weights import code_values
-from omniplat.runtime.finite import e8m0_scale, fp8_codes
+from omniplat.runtime.finite import e8m0_scale, fp8_codes, multipliers
 from omniplat.runtime.tensors import DTYPES, WeightTensors
 
 #: What vLLM asks humming for, and so what is tried most.
@@ -185,7 +185,7 @@ def input_tensors(weight: WeightTensors, form: HummingForm, name: str) -> dict[s
     elif form.scale == "channel":
         tensors["weight_scale"] = _filled(scale.to(form.dtype), rows, 1)
     elif form.scale == "block":
-        tensors["weight_scale"] = _filled(scale.to(torch.float32), rows // form.rows, columns // form.group)
+        tensors["weight_scale"] = _filled(multipliers(weight, name), rows // form.rows, columns // form.group)
     else:
         tensors["weight_scale"] = _group_scale(scale, form, name)
     if form.second:

@@ -16,7 +16,7 @@ from omniplat.layer import LayerSpec
 from omniplat.portable import mx_grid
 from omniplat.portable.quantize import why_not
 from omniplat.portable.reencode import reencode
-from omniplat.runtime.finite import fp8_codes
+from omniplat.runtime.finite import fp8_codes, multipliers
 from omniplat.runtime.kernel import LinearKernel, Prepared
 from omniplat.runtime.quant_text import encode_quant
 from omniplat.runtime.tensors import WeightTensors
@@ -151,7 +151,7 @@ class GemmA8W8Blockscale(GemmA8W8):
         return why_not(replace(quant, granularity="token", group_size=0))
 
     def _weight(self, weight: WeightTensors, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        return fp8_codes(weight.tensors["codes"], spec.name), weight.tensors["scale"].to(torch.float32)
+        return fp8_codes(weight.tensors["codes"], spec.name), multipliers(weight, spec.name)
 
 
 class ReencodedMxfp8(GemmA8W8):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from omniplat.errors import UsageError
 from omniplat.layer import LayerSpec, MoeSpec
 from omniplat.portable.reencode import reencode
-from omniplat.runtime.finite import e8m0_scale, fp8_codes
+from omniplat.runtime.finite import e8m0_scale, fp8_codes, multipliers
 from omniplat.runtime.kernel import MoeKernel, Prepared
 from omniplat.runtime.operators import experts_fake, new_library, register
 from omniplat.runtime.routing import local_ids
@@ -66,7 +66,7 @@ class FusedMoe(MoeKernel[ExpertsConfig]):
 
     def _weight(self, weight: WeightTensors, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes [E, N, K] in the dtype that the product knows them by, and scales in the one that it reads."""
-        return _device_fp8(fp8_codes(weight.tensors["codes"], spec.name), weight.tensors["scale"].to(torch.float32))
+        return _device_fp8(fp8_codes(weight.tensors["codes"], spec.name), multipliers(weight, spec.name))
 
     def _laid_out(
         self, codes: torch.Tensor, scale: torch.Tensor, *, gate_up: bool

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from omniplat.layer import LayerSpec, MoeSpec
 from omniplat.runtime.activate import activate
-from omniplat.runtime.finite import e8m0_scale, fp8_codes
+from omniplat.runtime.finite import e8m0_scale, fp8_codes, multipliers
 from omniplat.runtime.kernel import MoeKernel, Prepared
 from omniplat.runtime.operators import experts_fake, new_library, register
 from omniplat.runtime.routing import local_ids
@@ -117,7 +117,7 @@ class GroupedGemmBlock(GroupedGemm):
     name: ClassVar[str] = "grouped_gemm_fp8_block"
 
     def _scale(self, weight: WeightTensors, spec: LayerSpec, dtype: torch.dtype) -> torch.Tensor:
-        return weight.tensors["scale"].to(torch.float32).transpose(1, 2).contiguous()
+        return multipliers(weight, spec.name).transpose(1, 2).contiguous()
 
 
 def _same_in(

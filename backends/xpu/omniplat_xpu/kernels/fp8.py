@@ -10,7 +10,7 @@ import torch
 
 from omniplat.errors import InvalidCheckpointError
 from omniplat.layer import LayerSpec
-from omniplat.runtime.finite import e8m0_scale, fp8_codes
+from omniplat.runtime.finite import e8m0_scale, fp8_codes, multipliers
 from omniplat.runtime.kernel import LinearKernel, Prepared
 from omniplat.runtime.tensors import WeightTensors
 from omniplat_xpu.kernels import ops as _ops  # noqa: F401 -- registers the operators
@@ -92,7 +92,7 @@ class Fp8GemmBlock(_Fp8):
     name: ClassVar[str] = "fp8_gemm_block"
 
     def _scale(self, scale: torch.Tensor, weight: WeightTensors, spec: LayerSpec) -> torch.Tensor:
-        return block_scale(scale, weight)
+        return block_scale(weight, spec)
 
 
 class Fp8GemmMx(_Fp8):
@@ -116,11 +116,11 @@ class Fp8WeightOnly(LinearKernel[LinearConfig]):
         vendor.layer_dtype(spec)
         tensors = {
             "codes": fp8_codes(weight.tensors["codes"], spec.name),
-            "scale": self._scale(weight.tensors["scale"], weight),
+            "scale": self._scale(weight.tensors["scale"], weight, spec),
         }
         return Prepared(tensors, LinearConfig("a16", weight.out_features, weight.in_features))
 
-    def _scale(self, scale: torch.Tensor, weight: WeightTensors) -> torch.Tensor:
+    def _scale(self, scale: torch.Tensor, weight: WeightTensors, spec: LayerSpec) -> torch.Tensor:
         return channel_scale(scale)
 
     def apply(
@@ -141,8 +141,8 @@ class Fp8WeightOnlyBlock(Fp8WeightOnly):
 
     name: ClassVar[str] = "fp8_gemm_w8a16_block"
 
-    def _scale(self, scale: torch.Tensor, weight: WeightTensors) -> torch.Tensor:
-        return block_scale(scale, weight)
+    def _scale(self, scale: torch.Tensor, weight: WeightTensors, spec: LayerSpec) -> torch.Tensor:
+        return block_scale(weight, spec)
 
 
 class Fp4Gemm(LinearKernel[LinearConfig]):
@@ -184,12 +184,13 @@ def channel_scale(scale: torch.Tensor) -> torch.Tensor:
     return flat[:1].clone() if bool((flat == flat[:1]).all()) else flat
 
 
-def block_scale(scale: torch.Tensor, weight: WeightTensors) -> torch.Tensor:
-    """Canonical [N/128, K/128] as f32 [K/128, N/128]; as [N] where K is one block.
+def block_scale(weight: WeightTensors, spec: LayerSpec) -> torch.Tensor:
+    """Canonical [N/128, K/128] as f32 [K/128, N/128]; as [N] where K is one block. Raises InvalidCheckpointError where
+    an e8m0 scale is NaN.
 
     With one row of scales the products see scales per channel, and would read N of them.
     """
-    blocks = scale.to(torch.float32).t().contiguous()
+    blocks = multipliers(weight, spec.name).t().contiguous()
     return blocks.reshape(-1).repeat_interleave(_BLOCK) if weight.in_features == _BLOCK else blocks
 
 
