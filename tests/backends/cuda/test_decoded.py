@@ -23,7 +23,7 @@ from omniplat.portable.quantize import has_triton
 from omniplat.portable.reencode import row_binades
 from omniplat.runtime.tensors import to_torch
 from omniplat.scheme import Scheme
-from tests.backends.cuda.building import each_device, layer_of
+from tests.backends.cuda.building import each_device, layer_of, require_product
 from tests.support.ptx import evaluated
 from tests.support.triton import needs_compiler, needs_cuda, run_without_interpreter
 
@@ -136,6 +136,47 @@ def test_a_bias_of_any_dtype_is_added_before_rounding() -> None:
             for added, out_dtype in ((None, torch.float32), (bias, torch.bfloat16))
         )
         torch.testing.assert_close(found, (exact + bias.float()).bfloat16(), rtol=0, atol=0)
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    ("tokens", "rows", "stages", "out_dtype"),
+    [
+        (16, 64, 8, torch.bfloat16),
+        (32, 64, 12, torch.bfloat16),
+        (64, 64, 12, torch.float16),
+        (16, 128, 8, torch.float32),
+        (64, 128, 8, torch.bfloat16),
+        (128, 128, 6, torch.float16),
+        (256, 128, 4, torch.bfloat16),
+        (256, 128, 4, torch.float32),
+    ],
+)
+def test_every_tile(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int, stages: int, out_dtype: torch.dtype
+) -> None:
+    """Which one is taken depends on the device. Three programs take several each, so that their rings go round and
+    round; sums of so few bits are exact, whatever their order."""
+    from omniplat_cuda.kernels import decoded_gluon
+
+    require_product("fp8_decoded_mxfp4", "cuda")
+    tile = decoded_gluon.Tile(tokens, rows, stages)
+    assert tile in [held for held, _ in decoded_gluon._TILES]
+    monkeypatch.setattr(decoded_gluon, "multiprocessors", lambda device: 3)
+    stored = to_torch(weight_of(272, 416, 3, 5), device=torch.device("cuda"))
+    below, scale = row_binades(stored)
+    words, shifts = to_words(stored.tensors["codes"].view(torch.uint8)), to_shifts(below)
+    weight = to_e4m3(words, shifts, 416).view(torch.float8_e4m3fn).double()
+    torch.manual_seed(tokens)
+    bias = torch.randn(272, device="cuda")
+    for count in (5 * tokens - 3, 1):
+        x = torch.randint(-1, 2, (count, 416), device="cuda")
+        codes, x_scale = x.to(torch.float8_e4m3fn).view(torch.uint8), torch.rand(count, 1, device="cuda")
+        found = decoded_gluon.decoded_product(
+            codes, words, shifts, x_scale, scale.reshape(1, -1), bias, out_dtype, False, tile
+        )
+        wanted = (x.double() @ weight.t()).float() * scale.reshape(1, -1) * x_scale + bias
+        torch.testing.assert_close(found, wanted.to(out_dtype), rtol=0, atol=0)
 
 
 @pytest.fixture
