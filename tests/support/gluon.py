@@ -30,7 +30,6 @@ from omniplat.runtime.tensors import to_array
 from tests.support.ptx import Register, evaluated, reads_after_writes
 
 Values = NDArray[Any]
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +40,7 @@ class Tensor:
     layout: Any = None
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
     @property
