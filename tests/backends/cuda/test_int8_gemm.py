@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from omniplat.portable.quantize import has_triton
+from omniplat.scheme import Scheme
+from tests.backends.cuda.building import layer_of, weight_of
 from tests.support.triton import needs_compiler, needs_cuda, run_without_interpreter
 
 if has_triton():
@@ -84,6 +86,36 @@ def test_the_product(
         wanted = (x.double() @ codes.double().t()).float() * scale * x_scale
         wanted = wanted if added is None else wanted + added.float()
         torch.testing.assert_close(found, wanted.to(dtype), rtol=0, atol=0)
+
+
+@needs_cuda
+@needs_hopper
+def test_a_graph_replays_and_streams_share_a_layer() -> None:
+    """Descriptors are made at every call: those of a graph stay what they were, and no call has another's."""
+    scheme = Scheme.parse("int8-channel/int8-token")
+    layer = layer_of("int_mm", weight_of(scheme, 264, 2064), "cuda")
+    x = torch.randn(600, 2064, device="cuda").bfloat16()
+    layer(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    inputs = [torch.randn(rows, 2064, device="cuda").bfloat16() for rows in (520, 600, 777, 1024)]
+    wanted = [layer(other) for other in inputs]
+    torch.cuda.synchronize()
+    found: list[list[torch.Tensor]] = [[], []]
+    for other in inputs * 5:
+        for stream, results in zip(streams, found, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(layer(other))
+    torch.cuda.synchronize()
+    for results in found:
+        for result, right in zip(results, wanted * 5, strict=True):
+            torch.testing.assert_close(result, right, rtol=0, atol=0)
+    x.copy_(inputs[1])
+    graph.replay()
+    torch.testing.assert_close(y, wanted[1], rtol=0, atol=0)
 
 
 @pytest.fixture
