@@ -83,6 +83,13 @@ def expected(x: np.ndarray, quant: TensorQuant) -> tuple[np.ndarray, np.ndarray]
     return weight["codes"].view(np.uint8)[:, :columns], scale.astype(np.float32).T
 
 
+def equal(found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[np.ndarray, np.ndarray]) -> None:
+    np.testing.assert_array_equal(found[1].cpu().numpy(), wanted[1])
+    # 0 * Inf, where a reciprocal overflows: processors differ in the sign of their NaN
+    unsigned = [np.where(codes & 0x7F == 0x7F, 0x7F, codes) for codes in (found[0].cpu().numpy(), wanted[0])]
+    np.testing.assert_array_equal(*unsigned)
+
+
 @each_form
 @each_rule
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,10 +98,7 @@ def test_codes_and_scales_are_the_oracles(
     form: Form, device: str, quant: TensorQuant, dtype: str, rows: int, columns: int
 ) -> None:
     x = inputs(rows, columns, dtype)
-    codes, scale = form(to_tensor(x).to(device), quant, None)
-    wanted, scales = expected(x, quant)
-    np.testing.assert_array_equal(scale.cpu().numpy(), scales)
-    np.testing.assert_array_equal(codes.cpu().numpy(), wanted)
+    equal(form(to_tensor(x).to(device), quant, None), expected(x, quant))
 
 
 @each_form
@@ -102,10 +106,8 @@ def test_codes_and_scales_are_the_oracles(
 def test_smoothing_comes_first(form: Form, device: str, quant: TensorQuant) -> None:
     x = inputs(9, 300, "bf16")
     pre = np.linspace(0.3, 3.0, 300, dtype=np.float32)
-    codes, scale = form(to_tensor(x).to(device), quant, torch.from_numpy(pre).to(device))
-    wanted, scales = expected(x.astype(np.float32) * pre, quant)
-    np.testing.assert_array_equal(scale.cpu().numpy(), scales)
-    np.testing.assert_array_equal(codes.cpu().numpy(), wanted)
+    found = form(to_tensor(x).to(device), quant, torch.from_numpy(pre).to(device))
+    equal(found, expected(x.astype(np.float32) * pre, quant))
 
 
 @each_form

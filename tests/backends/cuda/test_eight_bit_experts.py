@@ -119,7 +119,8 @@ def test_scales_of_inputs_that_are_powers_of_two(device: str) -> None:
 @each_scheme
 @pytest.mark.parametrize("rows", [3, 70])
 def test_the_products_in_triton(kernel: str, scheme: str, rows: int, device: str) -> None:
-    """Both products, with rows of nobody, against those of the plain form."""
+    """Both products, with rows of nobody, against those of the plain form. FP8 units keep less of a sum than f32, which
+    moves some values of the middle to the next code."""
     from omniplat.portable import eight_bit_experts as form
     from omniplat.portable.routing import sort_by_expert
     from omniplat.runtime.quant_text import decode_quant
@@ -139,7 +140,7 @@ def test_the_products_in_triton(kernel: str, scheme: str, rows: int, device: str
     count = int(order.ends[-1])
     assert count < len(order.rows)
     error = torch.linalg.norm(found[:count] - plain[:count]) / torch.linalg.norm(plain[:count])
-    assert error < 0.01
+    assert error < (0.02 if device == "cuda" else 1e-3)
 
 
 @each_device
