@@ -184,9 +184,9 @@ def _experts(
     middle = _Middle(decode_quant(second), activation, limit, alpha)
     x_codes, x_scale = quantized(x, decode_quant(first), None)
     if x.is_cuda and has_triton():
-        out = _in_triton(x_codes, x_scale, x.dtype, order, up, middle, down)
         from omniplat.portable.experts_triton import combine
 
+        out = _in_triton(x_codes, x_scale, x.dtype, order, up, middle, down)
         return combine(out, order.place, topk_weights.to(torch.float32).contiguous(), order.ends[-1:], out_dtype)
     both = _by_expert(x_codes[order.rows], x_scale[:, order.rows], up, order.ends)
     out = _by_expert(*_activated(both.to(x.dtype), middle), down, order.ends)
