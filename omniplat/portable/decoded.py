@@ -36,3 +36,8 @@ FP8_BLOCKS: tuple[str, ...] = ("fp8-block128x128", "fp8-block64x128", "fp8-block
 #: Of products of codes whose sums are scaled by whole rows.
 FP8_ROWS: tuple[str, ...] = ("fp8-tensor", "fp8-channel")
 INT8_ROWS: tuple[str, ...] = ("int8-tensor", "int8-channel")
+
+#: Weight ids whose residual is among those, beside a low-rank pair in 16 bits; and bytes kept per stored byte, at most:
+#: the pair grows by nothing.
+LOW_RANK_WEIGHTS: tuple[str, ...] = ("svdq-nvfp4", "svdq-int4-g64")
+LOW_RANK_RESIDENT = (("svdq-nvfp4", dict(DECODED_RESIDENT)["nvfp4"]),)

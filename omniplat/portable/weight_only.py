@@ -63,7 +63,8 @@ class PortableLinear(LinearKernel[WeightOnlyConfig]):
         return y
 
 
-def _smoothed(x: torch.Tensor, pre_scale: torch.Tensor | None) -> torch.Tensor:
+def smoothed(x: torch.Tensor, pre_scale: torch.Tensor | None) -> torch.Tensor:
+    """Rows [M, K] of `x` [..., K], times `pre_scale` f32 [K] where there is one, in x's dtype."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if pre_scale is None else (rows.to(torch.float32) * pre_scale).to(x.dtype)
 
@@ -83,7 +84,7 @@ def _plain(
     """The whole weight in float32, then one product."""
     held = decode_form(form)
     weight = dequantized(words, scale, zero, row_scale, held)
-    y = F.linear(_smoothed(x, pre_scale).to(torch.float32), weight)
+    y = F.linear(smoothed(x, pre_scale).to(torch.float32), weight)
     if bias is not None:
         y = y + bias.to(torch.float32)
     return y.to(out_dtype).view(*x.shape[:-1], held.out_features)
@@ -107,7 +108,7 @@ def _on_device(
     from omniplat.portable.word_decode_triton import kind_of_zero
 
     held = decode_form(form)
-    rows = x if x.dim() == 2 and pre_scale is None else _smoothed(x, pre_scale)
+    rows = x if x.dim() == 2 and pre_scale is None else smoothed(x, pre_scale)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     count, kind = rows.shape[0], kind_of_zero(zero)

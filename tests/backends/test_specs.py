@@ -128,6 +128,7 @@ def test_every_pattern_of_weights_means_a_scheme(kind: str, capability: Capabili
         *(f"{stem}-b{size}" for stem in ("nf4", "fp4bnb") for size in (16, 32, 128, 256, 512, 1024, 2048, 4096)),
         *(f"fp8-{tail}" for tail in ("tensor", "channel", "g32", "g64", "g128")),
         *(f"fp8-block{size}" for size in ("64x64", "32x32", "64x128", "32x128", "16x128")),
+        *("svdq-nvfp4", "svdq-int4-g64"),
     ]  # fmt: skip
     for name in known:
         Scheme.parse(f"{name}/a16")
@@ -233,6 +234,12 @@ def test_no_device_is_without_a_reason() -> None:
         ("rocm:gfx950", "mxfp4-dual/mxfp4-dual", "linear", "mxfp4-dual/a16"),
         ("xpu:bmg", "mxfp4-dual/mxfp4-dual", "moe", "mxfp4-dual/a16"),
         ("cuda:sm100", "mxfp4-dual/mxfp4-dual", "linear", ""),
+        # a residual that is decoded in registers, and its low-rank pair
+        ("cuda:sm90", "svdq-nvfp4/svdq-nvfp4", "linear", "svdq-nvfp4/a16"),
+        ("rocm:gfx942", "svdq-int4-g64/svdq-int4", "linear", "svdq-int4-g64/a16"),
+        ("xpu:bmg", "svdq-nvfp4/a16", "linear", "svdq-nvfp4/a16"),
+        ("cuda:sm100", "svdq-nvfp4/svdq-nvfp4", "linear", ""),
+        ("cuda:sm90", "svdq-nvfp4/svdq-nvfp4", "moe", ""),
         ("npu:a5", "nvfp4/nvfp4", "linear", ""),
         ("npu:310p", "int8-channel/int8-token", "linear", ""),
         ("cuda:sm90", "nf4-b64/a16", "linear", "nf4-b64/a16"),

@@ -4,6 +4,7 @@ on CUDA, and to outputs on devices that are emulated, where those kernels are th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,10 @@ from omniplat.conformance import expected
 from omniplat.conformance.tolerances import excess
 from omniplat.emulation.core import emulate
 from omniplat.errors import InvalidCheckpointError
+from tests.formats import test_svdquant as svdquant
 from tests.support.arrays import canonical, write_arrays
 
-N, K = 128, 1024
+N, K = 512, 1024
 
 
 def write_dual(folder: Path, level0: float = 1.0) -> None:
@@ -33,9 +35,23 @@ def write_dual(folder: Path, level0: float = 1.0) -> None:
     write_arrays(folder, arrays, config={"quantization_config": config})
 
 
+def write_low_rank(folder: Path, precision: str, *, nunchaku: bool) -> None:
+    svdquant.write(folder, svdquant.Layer(N, K, precision), precision, nunchaku=nunchaku)
+
+
 #: What writes a checkpoint of one layer, and its scheme and kernel on devices that do not have the scheme.
 CHECKPOINTS = [
     pytest.param(write_dual, "mxfp4-dual/mxfp4-dual", "portable_linear", id="mxfp4-dual"),
+    *(
+        pytest.param(
+            partial(write_low_rank, precision=precision, nunchaku=nunchaku),
+            declared,
+            "portable_low_rank",
+            id=f"{precision}-{'nunchaku' if nunchaku else 'rows'}",
+        )
+        for precision, declared in (("nvfp4", "svdq-nvfp4/svdq-nvfp4"), ("int4", "svdq-int4-g64/svdq-int4"))
+        for nunchaku in (False, True)
+    ),
 ]
 each_checkpoint = pytest.mark.parametrize(("write", "declared", "kernel"), CHECKPOINTS)
 Write = Callable[[Path], None]

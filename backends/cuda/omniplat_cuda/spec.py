@@ -36,7 +36,6 @@ SPEC = BackendSpec(
     ),
     not_supported=(
         NotSupported("mxfp6*", "todo", "no kernel decodes 6-bit codes on architectures before sm100"),
-        NotSupported("svdq-*", "todo", "no low-rank branch"),
         NotSupported("gguf-*", "todo", "no decoder for GGUF blocks"),
     ),
 )

@@ -73,7 +73,6 @@ SPEC = BackendSpec(
     ),
     not_supported=(
         NotSupported("int8-bnb", "todo", "no kernel splits outlier columns"),
-        NotSupported("svdq-*", "todo", "no low-rank branch"),
         NotSupported("gguf-*", "todo", "no decoder for GGUF blocks"),
     ),
 )

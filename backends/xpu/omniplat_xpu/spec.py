@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from omniplat.backend import BackendSpec, NotSupported, Quirk
 from omniplat.capability import ARCHIVED, Capability, ShapeRule, multiples
-from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_RESIDENT, DECODED_WEIGHTS
+from omniplat.portable.decoded import (
+    DECODED_EXPERTS,
+    DECODED_RESIDENT,
+    DECODED_WEIGHTS,
+    LOW_RANK_RESIDENT,
+    LOW_RANK_WEIGHTS,
+)
 
 _TORCH = "torch>=2.6"
 _TRITON = "triton>=3.2"
@@ -205,6 +211,18 @@ _LINEAR = (
         impl="omniplat.portable.weight_only:PortableLinear",
     ),
     Capability(
+        "portable_low_rank",
+        "linear",
+        LOW_RANK_WEIGHTS,
+        ("a16",),
+        executes="a16",
+        dtypes=_HALF,
+        requires=(_TORCH, _TRITON),
+        priority=5,
+        resident_by_weight=LOW_RANK_RESIDENT,
+        impl="omniplat.portable.low_rank:PortableLowRank",
+    ),
+    Capability(
         "ipex_weight_only_linear",
         "linear",
         (*_INT4, *_UINT4),
@@ -360,7 +378,6 @@ SPEC = BackendSpec(
     not_supported=(
         NotSupported("int8-*/int8-*", "todo", "no int8 GEMM in vllm-xpu-kernels: weight-only"),
         NotSupported("int8-bnb", "todo", "no kernel splits outlier columns"),
-        NotSupported("svdq-*", "todo", "no low-rank branch"),
         NotSupported("gguf-*", "todo", "no decoder for GGUF blocks"),
     ),
 )

@@ -10,6 +10,8 @@ from omniplat.portable.decoded import (
     FP8_BLOCKS,
     FP8_ROWS,
     INT8_ROWS,
+    LOW_RANK_RESIDENT,
+    LOW_RANK_WEIGHTS,
 )
 from omniplat_cuda.capabilities.common import (
     BITSANDBYTES,
@@ -150,6 +152,19 @@ _PORTABLE = (
         resident_by_weight=DECODED_RESIDENT,
         refuses=("group_index",),
         impl="omniplat.portable.weight_only:PortableLinear",
+    ),
+    Capability(
+        "portable_low_rank",
+        "linear",
+        LOW_RANK_WEIGHTS,
+        ("a16",),
+        executes="a16",
+        archs=_PORTABLE_ARCHS,
+        dtypes=HALF,
+        requires=(TORCH, TRITON),
+        priority=5,
+        resident_by_weight=LOW_RANK_RESIDENT,
+        impl="omniplat.portable.low_rank:PortableLowRank",
     ),
     Capability(
         "portable_moe",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omniplat.capability import Capability, ShapeRule, multiples
-from omniplat.portable.decoded import DECODED_RESIDENT, DECODED_WEIGHTS
+from omniplat.portable.decoded import DECODED_RESIDENT, DECODED_WEIGHTS, LOW_RANK_RESIDENT, LOW_RANK_WEIGHTS
 from omniplat_rocm.capabilities.common import (
     AITER,
     AITER_CEIL,
@@ -194,5 +194,17 @@ CAPABILITIES = (
         resident_by_weight=DECODED_RESIDENT,
         refuses=("group_index",),
         impl="omniplat.portable.weight_only:PortableLinear",
+    ),
+    Capability(
+        "portable_low_rank",
+        "linear",
+        LOW_RANK_WEIGHTS,
+        ("a16",),
+        executes="a16",
+        dtypes=HALF,
+        requires=(TORCH, TRITON),
+        priority=5,
+        resident_by_weight=LOW_RANK_RESIDENT,
+        impl="omniplat.portable.low_rank:PortableLowRank",
     ),
 )
