@@ -220,6 +220,7 @@ _LINEAR = (
         requires=(_TORCH, _TRITON),
         priority=5,
         resident_by_weight=LOW_RANK_RESIDENT,
+        refuses=("group_index",),
         impl="omniplat.portable.low_rank:PortableLowRank",
     ),
     Capability(

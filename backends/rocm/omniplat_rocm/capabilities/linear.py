@@ -205,6 +205,7 @@ CAPABILITIES = (
         requires=(TORCH, TRITON),
         priority=5,
         resident_by_weight=LOW_RANK_RESIDENT,
+        refuses=("group_index",),
         impl="omniplat.portable.low_rank:PortableLowRank",
     ),
 )
