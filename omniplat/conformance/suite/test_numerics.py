@@ -26,6 +26,7 @@ from omniplat.conformance.judge import (
 )
 from omniplat.conformance.subject import Subject
 from omniplat.conformance.tolerances import (
+    ROW_WINDOW,
     UNITS,
     Float64,
     excess,
@@ -300,5 +301,7 @@ def test_range_of_experts(subject: Subject, case: Case, record_property: Record)
     if judged.any():
         record_property("range_experts", float(ratios[judged].max()))
         record_property("range_experts_min", float(ratios[judged].min()))
-    wrong = [(int(i), float(ratios[i])) for i in np.nonzero(judged)[0] if not inside_window(float(ratios[i]))]
+    wrong = [
+        (int(i), float(ratios[i])) for i in np.nonzero(judged)[0] if not inside_window(float(ratios[i]), ROW_WINDOW)
+    ]
     assert not wrong, f"{case.id}: rows (and their ratio of errors) out of the window: {wrong[:8]}"
