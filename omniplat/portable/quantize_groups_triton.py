@@ -15,7 +15,7 @@ from omniplat.portable.launch import Launch
 from omniplat.portable.quantize import least_scale
 from omniplat.portable.quantize_groups import GROUP
 from omniplat.portable.quantize_triton import converts_fp8
-from omniplat.portable.rows_triton import e4m3_codes, row_values
+from omniplat.portable.rows_triton import row_values, saturated_codes
 from omniplat.scheme import TensorQuant
 
 #: Groups of a program, which so has 16 numbers for each of its threads.
@@ -83,13 +83,7 @@ def _groups(  # type: ignore[no-untyped-def]  # Triton looks annotations up amon
             safe = tl.where(is_zero, 1.0, scale)
             quotient = tl.div_rn(v, tl.broadcast_to(safe[:, None], [COUNT, GROUP]))
             scaled = tl.where(is_zero[:, None], 0.0, quotient)
-    if HARDWARE:
-        code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        absolute = tl.abs(scaled)
-        code = e4m3_codes(tl.where(absolute > 448.0, 448.0, absolute))
-        sign = (scaled.to(tl.int32, bitcast=True) >> 24) & 0x80
-        code = (tl.where(absolute != absolute, 0x7F, code) | sign).to(tl.uint8)
+    code = saturated_codes(scaled, HARDWARE)
     tl.store(codes + row * columns + k, code, mask=k < columns)
     tl.store(scales + group.to(tl.int64) * rows + row, scale, mask=group * GROUP < columns)
 

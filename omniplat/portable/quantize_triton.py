@@ -16,7 +16,7 @@ import triton.language as tl
 
 from omniplat.portable.launch import Launch
 from omniplat.portable.quantize import divisor, least_scale
-from omniplat.portable.rows_triton import e4m3_codes, row_values, tile_of
+from omniplat.portable.rows_triton import row_values, saturated_codes, tile_of
 from omniplat.scheme import TensorQuant
 
 
@@ -96,13 +96,8 @@ def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among 
             whole = (scaled + 12582912.0).to(tl.int32, bitcast=True)
             whole = tl.maximum(whole, 0x4B400000 - tl.where(is_finite, 128, 0))
             code = tl.minimum(whole, 0x4B400000 + tl.where(is_finite, 127, 0)).to(tl.int8)
-        elif HARDWARE:
-            code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         else:
-            absolute = tl.abs(scaled)
-            code = e4m3_codes(tl.where(absolute > 448.0, 448.0, absolute))
-            sign = (scaled.to(tl.int32, bitcast=True) >> 24) & 0x80
-            code = (tl.where(absolute != absolute, 0x7F, code) | sign).to(tl.uint8)
+            code = saturated_codes(scaled, HARDWARE)
         at = chunk * WIDTH + k
         tl.store(codes + row * columns + at, code, mask=at < columns)
 

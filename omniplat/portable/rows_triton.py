@@ -36,6 +36,19 @@ def e4m3_codes(magnitude):  # type: ignore[no-untyped-def]
     return tl.where(magnitude < 0.015625, subnormal, normal)
 
 
+@triton.jit
+def saturated_codes(value, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """uint8 e4m3 codes of f32 numbers, saturated; NaN for NaN. HARDWARE: by the device's conversion."""
+    if HARDWARE:
+        code = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        absolute = tl.abs(value)
+        code = e4m3_codes(tl.where(absolute > 448.0, 448.0, absolute))
+        sign = (value.to(tl.int32, bitcast=True) >> 24) & 0x80
+        code = (tl.where(absolute != absolute, 0x7F, code) | sign).to(tl.uint8)
+    return code
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """A row is held as `chunks` times `width` columns, by `warps` warps."""
