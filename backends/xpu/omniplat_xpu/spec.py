@@ -6,6 +6,8 @@ FP8 weight, and gate and up have their own: such experts are not declared.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from omniplat.backend import BackendSpec, NotSupported, Quirk
 from omniplat.capability import ARCHIVED, Capability, ShapeRule, multiples
 from omniplat.portable.decoded import (
@@ -43,6 +45,27 @@ _INT4_LONG = ("int4-g512", "int4-g1024")
 _EXPERTS = ShapeRule("experts", maximum=1024)
 _UINT4 = ("uint4-g32", "uint4-g64", "uint4-g128", "uint4-g256", "uint4-g512", "uint4-g1024")
 
+
+_PORTABLE_LINEAR = Capability(
+    "portable_linear",
+    "linear",
+    DECODED_WEIGHTS,
+    ("a16",),
+    executes="a16",
+    dtypes=_HALF,
+    requires=(_TORCH, _TRITON),
+    priority=5,
+    resident_by_weight=DECODED_RESIDENT,
+    refuses=("group_index",),
+    impl="omniplat.portable.weight_only:PortableLinear",
+)
+_PORTABLE_LOW_RANK = replace(
+    _PORTABLE_LINEAR,
+    name="portable_low_rank",
+    weights=LOW_RANK_WEIGHTS,
+    resident_by_weight=LOW_RANK_RESIDENT,
+    impl="omniplat.portable.low_rank:PortableLowRank",
+)
 
 _LINEAR = (
     Capability(
@@ -197,32 +220,8 @@ _LINEAR = (
         refuses=("group_index", "pre_scale"),
         impl=f"{_MODULES}.auto_round:AutoRoundLinear",
     ),
-    Capability(
-        "portable_linear",
-        "linear",
-        DECODED_WEIGHTS,
-        ("a16",),
-        executes="a16",
-        dtypes=_HALF,
-        requires=(_TORCH, _TRITON),
-        priority=5,
-        resident_by_weight=DECODED_RESIDENT,
-        refuses=("group_index",),
-        impl="omniplat.portable.weight_only:PortableLinear",
-    ),
-    Capability(
-        "portable_low_rank",
-        "linear",
-        LOW_RANK_WEIGHTS,
-        ("a16",),
-        executes="a16",
-        dtypes=_HALF,
-        requires=(_TORCH, _TRITON),
-        priority=5,
-        resident_by_weight=LOW_RANK_RESIDENT,
-        refuses=("group_index",),
-        impl="omniplat.portable.low_rank:PortableLowRank",
-    ),
+    _PORTABLE_LINEAR,
+    _PORTABLE_LOW_RANK,
     Capability(
         "ipex_weight_only_linear",
         "linear",

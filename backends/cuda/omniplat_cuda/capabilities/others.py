@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from omniplat.capability import Capability, multiples
 from omniplat.portable.decoded import (
     DECODED_EXPERTS,
@@ -138,35 +140,30 @@ _FLASHINFER = (
 #: Blackwell has units of its own for most of these.
 _PORTABLE_ARCHS = ("sm80", "sm86", "sm87", "sm89", "sm90")
 #: Decoded in registers, computed in 16 bit.
+_PORTABLE_LINEAR = Capability(
+    "portable_linear",
+    "linear",
+    DECODED_WEIGHTS,
+    ("a16",),
+    executes="a16",
+    archs=_PORTABLE_ARCHS,
+    dtypes=HALF,
+    requires=(TORCH, TRITON),
+    priority=5,
+    resident_by_weight=DECODED_RESIDENT,
+    refuses=("group_index",),
+    impl="omniplat.portable.weight_only:PortableLinear",
+)
+_PORTABLE_LOW_RANK = replace(
+    _PORTABLE_LINEAR,
+    name="portable_low_rank",
+    weights=LOW_RANK_WEIGHTS,
+    resident_by_weight=LOW_RANK_RESIDENT,
+    impl="omniplat.portable.low_rank:PortableLowRank",
+)
 _PORTABLE = (
-    Capability(
-        "portable_linear",
-        "linear",
-        DECODED_WEIGHTS,
-        ("a16",),
-        executes="a16",
-        archs=_PORTABLE_ARCHS,
-        dtypes=HALF,
-        requires=(TORCH, TRITON),
-        priority=5,
-        resident_by_weight=DECODED_RESIDENT,
-        refuses=("group_index",),
-        impl="omniplat.portable.weight_only:PortableLinear",
-    ),
-    Capability(
-        "portable_low_rank",
-        "linear",
-        LOW_RANK_WEIGHTS,
-        ("a16",),
-        executes="a16",
-        archs=_PORTABLE_ARCHS,
-        dtypes=HALF,
-        requires=(TORCH, TRITON),
-        priority=5,
-        resident_by_weight=LOW_RANK_RESIDENT,
-        refuses=("group_index",),
-        impl="omniplat.portable.low_rank:PortableLowRank",
-    ),
+    _PORTABLE_LINEAR,
+    _PORTABLE_LOW_RANK,
     Capability(
         "portable_moe",
         "moe",
