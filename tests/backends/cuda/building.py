@@ -14,6 +14,7 @@ from omniplat.canonical import CanonicalWeight
 from omniplat.conformance import expected
 from omniplat.conformance.tolerances import excess
 from omniplat.layer import LayerSpec
+from omniplat.portable.quantize import has_triton
 from omniplat.runtime.kernel import LinearKernel, load_kernel
 from omniplat.runtime.layers import QuantLinear
 from omniplat.runtime.tensors import to_torch
@@ -21,6 +22,14 @@ from omniplat.scheme import Scheme
 from tests.support.triton import needs_cuda
 
 each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+if has_triton():
+    from omniplat_cuda.kernels.int8_gemm import has_gluon
+
+    HAS_GLUON = has_gluon()
+else:
+    HAS_GLUON = False
+
+needs_gluon = pytest.mark.skipif(not HAS_GLUON, reason="no release of Triton in whose Gluon the kernel is written")
 CAPABILITIES = {capability.name: capability for capability in SPEC.capabilities if capability.impl}
 
 

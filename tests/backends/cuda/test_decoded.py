@@ -23,24 +23,14 @@ from omniplat.portable.quantize import has_triton
 from omniplat.portable.reencode import row_binades
 from omniplat.runtime.tensors import to_torch
 from omniplat.scheme import Scheme
-from tests.backends.cuda.building import each_device, layer_of, require_product
+from tests.backends.cuda.building import each_device, layer_of, needs_gluon, require_product
 from tests.support.ptx import evaluated
 from tests.support.triton import needs_compiler, needs_cuda, run_without_interpreter
 
 if has_triton():
-    import triton
-    from omniplat_cuda.kernels.int8_gemm import GLUON
-    from packaging.version import Version
-
     from omniplat.portable.compilation import Compilation, compile_calls
     from omniplat.portable.launch import Launch, collected
     from tests.support.standin import StandIn, standing_in
-
-    HAS_GLUON = Version(triton.__version__).release[:2] in GLUON
-else:
-    HAS_GLUON = False
-
-needs_gluon = pytest.mark.skipif(not HAS_GLUON, reason="no release of Triton in whose Gluon the kernel is written")
 
 
 def weight_of(rows: int, columns: int, span: int, seed: int) -> CanonicalWeight:

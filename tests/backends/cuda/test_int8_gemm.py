@@ -18,26 +18,23 @@ import torch
 
 from omniplat.portable.quantize import has_triton
 from omniplat.scheme import Scheme
-from tests.backends.cuda.building import layer_of, weight_of
+from tests.backends.cuda.building import layer_of, needs_gluon, weight_of
 from tests.support.triton import needs_compiler, needs_cuda, run_without_interpreter
 
 if has_triton():
     import triton
     from omniplat_cuda.kernels import int8_gemm
-    from packaging.version import Version
 
     from omniplat.portable import int8_gemm_triton
     from omniplat.portable.compilation import Compilation, compile_calls
     from omniplat.portable.launch import collected
     from tests.support.standin import StandIn, standing_in
 
-    HAS_GLUON = Version(triton.__version__).release[:2] in int8_gemm.GLUON
     HAS_HOPPER = torch.cuda.is_available() and int8_gemm.is_hopper(torch.device("cuda", 0))
 else:
-    HAS_GLUON = HAS_HOPPER = False
+    HAS_HOPPER = False
 
 needs_installed = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
-needs_gluon = pytest.mark.skipif(not HAS_GLUON, reason="no release of Triton in whose Gluon the kernel is written")
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="no Hopper, or no Triton with its Gluon")
 #: Multiprocessors of an H200, and of nothing else that matters here.
 PROCESSORS = 132

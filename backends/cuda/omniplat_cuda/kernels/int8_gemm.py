@@ -6,12 +6,12 @@ from functools import lru_cache
 
 import torch
 import triton
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 from omniplat.portable import int8_gemm_triton
+from omniplat_cuda.capabilities.common import GLUON
 
-#: Releases of Triton (major, minor) in whose Gluon Hopper's kernel is written, and with which it ran.
-GLUON = ((3, 6),)
 #: With as few tokens tiles of Hopper's kernel would be mostly empty.
 FEW_TOKENS = 512
 
@@ -41,7 +41,12 @@ def _has_whole_rows(codes: torch.Tensor) -> bool:
 
 @lru_cache(maxsize=64)
 def is_hopper(device: torch.device) -> bool:
-    """True on NVIDIA's sm90, whose products of warpgroups later devices do not have, with a release in `GLUON`."""
-    if device.type != "cuda" or torch.version.hip is not None or Version(triton.__version__).release[:2] not in GLUON:
+    """True on NVIDIA's sm90, whose products of warpgroups later devices do not have, where `has_gluon`."""
+    if device.type != "cuda" or torch.version.hip is not None or not has_gluon():
         return False
     return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def has_gluon() -> bool:
+    """True for the releases of Triton in whose Gluon Hopper's kernels are written, builds of one's own among them."""
+    return Requirement(GLUON).specifier.contains(Version(triton.__version__).base_version)
