@@ -20,14 +20,15 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
+from omniplat.portable.word_weights import code_values
+from omniplat.reencoding import rule_for
+
 GROUP = 32
 #: Columns of a block, and bytes of its codes.
 BLOCK = 128
-#: The headroom of the rule for mxfp4 as e4m3: 6 * 2^6 = 384 is the largest code.
-HEADROOM = 6
+_RULE = rule_for("mxfp4", "fp8-channel")
 #: The largest span of a row, in binades.
-MAX_BELOW = 14
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MAX_BELOW = _RULE.max_span
 
 
 def to_words(codes: torch.Tensor) -> torch.Tensor:
@@ -67,6 +68,6 @@ def to_e4m3(words: torch.Tensor, shifts: torch.Tensor, columns: int) -> torch.Te
 @lru_cache(maxsize=16)
 def table(device: torch.device) -> torch.Tensor:
     """Bytes of e4m3fn, uint8 [15 * 16]: of each code under each shift."""
-    values = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.float64)
-    scale = torch.exp2(HEADROOM - torch.arange(MAX_BELOW + 1, dtype=torch.float64))
+    values = code_values("fp4_e2m1").to(torch.float64)
+    scale = torch.exp2(_RULE.headroom - torch.arange(MAX_BELOW + 1, dtype=torch.float64))
     return (scale[:, None] * values).to(torch.float8_e4m3fn).view(torch.uint8).flatten().to(device)
