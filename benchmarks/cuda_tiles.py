@@ -39,11 +39,14 @@ def buffers_of(scheme: str, n: int, k: int) -> tuple[WordForm, dict[str, torch.T
     weight = random_weight(Scheme.parse(f"{scheme}/a16"), MADE, k, np.random.default_rng(0))
     spec = LayerSpec("bench", "linear", MADE, k, weight.scheme)
     prepared = PortableLinear().prepare(to_torch(weight, device=torch.device("cuda")), spec)
+    form = decode_form(prepared.config.form)
+    # scales of blocks are those of several rows
+    by_rows = (MADE, MADE // form.rows)
     tensors = {
-        name: held.repeat([n // MADE if size == MADE else 1 for size in held.shape])
+        name: held.repeat([n // MADE if size in by_rows else 1 for size in held.shape])
         for name, held in prepared.tensors.items()
     }
-    return replace(decode_form(prepared.config.form), out_features=n), tensors
+    return replace(form, out_features=n), tensors
 
 
 def weight_only_tiles(m: int, form: WordForm) -> Iterator[weight_only.Tile | weight_only.FragmentTile]:
@@ -54,8 +57,11 @@ def weight_only_tiles(m: int, form: WordForm) -> Iterator[weight_only.Tile | wei
         for (row, slices, warps), stages in product(many, (3, 4)):
             yield weight_only.Tile(row, tokens, slices, warps, stages)
     elif weight_only.takes_fragments(form, form.in_features, torch.bfloat16, "", torch.device("cuda")):
-        for rows, warps, ahead, tokens_ahead in product((16, 32, 48), (4, 8), (1, 2, 3), (False, True)):
-            yield weight_only.FragmentTile(rows, tokens, warps, ahead, tokens_ahead)
+        shapes, waits, registers = product((16, 32, 48), (4, 8)), product((1, 2), (False, True)), (0, 128, 168)
+        for (rows, warps), (ahead, tokens_ahead), most in product(shapes, waits, registers):
+            yield weight_only.FragmentTile(rows, min(tokens, 32), warps, ahead, tokens_ahead, most)
+            if tokens == 64:
+                yield weight_only.FragmentTile(rows, 64, warps, ahead, tokens_ahead, most)
     else:
         for (row, slices), stages, unroll in product(few, (2, 3, 4), (1, 2)):
             yield weight_only.Tile(row, tokens, slices, slices, stages, unroll)

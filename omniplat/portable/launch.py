@@ -91,7 +91,7 @@ class Launch:
         constants: Mapping[str, object],
         *,
         described: Mapping[int, Describe] | None = None,
-        **options: int | bool,
+        **options: int | bool | None,
     ) -> None:
         """`options` are Triton's own.
 

@@ -13,6 +13,7 @@ from omniplat.portable.word_decode_triton import computes_in_pairs, constants_of
 from omniplat.portable.word_kernels_triton import few_tokens, many_tokens
 from omniplat.portable.word_weights import WordForm
 from omniplat.portable.words import DEPTH, TABLES, parts_of
+from omniplat.portable.words_ptx import place_of_zero
 
 #: Tiles of the weight that share the tiles of tokens while those are in the cache.
 _BAND = 8
@@ -55,6 +56,7 @@ class FragmentTile:
     """The same of `omniplat.portable.word_fragments_gluon`: each of the `warps` takes a slice of K.
 
     `ahead`: units of columns whose words are on their way; `tokens_ahead`: those of the next unit are, too.
+    `registers`: that a thread may have at most; the compiler's choice with 0.
     """
 
     rows: int
@@ -62,6 +64,51 @@ class FragmentTile:
     warps: int
     ahead: int
     tokens_ahead: bool
+    registers: int = 0
+
+
+def _tiles(*tiles: tuple[int, int, int, int, bool, int]) -> tuple[FragmentTile, ...]:
+    return tuple(FragmentTile(*tile) for tile in tiles)
+
+
+#: (kind of weight, whether it has 8192 rows or more) -> tiles for up to 8, 16, 32 and 64 tokens, which may take
+#: several. Kinds: numbers of a table; those whose parts have two scales; of 4 or 8 bits with packed scales, which go
+#: into the weight, with zero points, and others. Measured on an H200 (`benchmarks/cuda_tiles.py`). How many registers a
+#: thread may have decides in which order the compiler puts loads, and counts for as much as the tile.
+FRAGMENT_TILES = {
+    ("table", True): _tiles((16, 8, 4, 2, False, 168), (16, 16, 4, 1, False, 128), (48, 32, 4, 1, False, 0),
+                            (32, 32, 4, 1, False, 0)),
+    ("table", False): _tiles((16, 8, 8, 1, False, 168), (16, 16, 8, 1, False, 128), (32, 32, 8, 1, False, 0),
+                             (32, 32, 4, 1, False, 0)),
+    ("halves", True): _tiles((16, 8, 4, 2, False, 0), (32, 16, 4, 2, False, 0), (32, 32, 4, 1, False, 0),
+                             (48, 64, 4, 1, False, 0)),
+    ("halves", False): _tiles((16, 8, 8, 2, False, 168), (16, 16, 8, 1, False, 128), (32, 32, 8, 1, False, 0),
+                              (32, 32, 4, 1, False, 0)),
+    ("packed 4", True): _tiles((16, 8, 4, 2, False, 0), (32, 16, 4, 2, True, 0), (48, 32, 4, 1, True, 0),
+                               (48, 64, 4, 1, False, 0)),
+    ("packed 4", False): _tiles((16, 8, 8, 1, True, 168), (16, 16, 8, 1, True, 128), (32, 32, 8, 1, False, 0),
+                                (32, 32, 4, 1, False, 168)),
+    ("4", True): _tiles((16, 8, 4, 2, False, 0), (32, 16, 4, 1, True, 168), (48, 32, 4, 1, True, 0),
+                        (32, 32, 4, 1, False, 168)),
+    ("4", False): _tiles((16, 8, 8, 1, True, 168), (16, 16, 8, 1, True, 128), (32, 32, 8, 1, True, 0),
+                         (32, 32, 4, 1, False, 0)),
+    ("4 with zeros", True): _tiles((16, 8, 4, 1, False, 128), (32, 16, 4, 1, True, 0), (48, 32, 4, 1, True, 0),
+                                   (32, 32, 4, 1, False, 168)),
+    ("4 with zeros", False): _tiles((16, 8, 8, 1, True, 168), (16, 16, 8, 1, False, 128), (32, 32, 8, 1, True, 0),
+                                    (32, 32, 4, 1, False, 0)),
+    ("packed 8", True): _tiles((16, 8, 4, 2, False, 0), (32, 16, 4, 1, True, 168), (32, 32, 4, 1, False, 168),
+                               (48, 64, 4, 1, False, 0)),
+    ("packed 8", False): _tiles((16, 8, 8, 2, True, 128), (16, 16, 8, 1, True, 128), (32, 32, 8, 1, True, 0),
+                                (32, 32, 4, 1, False, 168)),
+    ("8", True): _tiles((16, 8, 4, 2, False, 128), (32, 16, 4, 1, True, 168), (32, 32, 4, 1, True, 168),
+                        (48, 64, 4, 1, False, 0)),
+    ("8", False): _tiles((16, 8, 8, 2, True, 128), (16, 16, 8, 1, True, 128), (32, 32, 8, 1, True, 168),
+                         (32, 32, 8, 1, False, 0)),
+    ("8 with zeros", True): _tiles((16, 8, 4, 2, False, 0), (32, 16, 4, 1, False, 168), (48, 32, 4, 1, True, 0),
+                                   (32, 32, 4, 1, False, 168)),
+    ("8 with zeros", False): _tiles((16, 8, 8, 2, True, 128), (16, 16, 8, 1, True, 128), (16, 32, 8, 1, False, 168),
+                                    (32, 32, 4, 1, False, 0)),
+}  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
@@ -94,7 +141,7 @@ def tile_of(m: int, form: WordForm, dtype: torch.dtype, zero: str, device: torch
     if m > 64:
         return _tile_of_many(128, fold)
     if takes_fragments(form, form.in_features, dtype, zero, device):
-        return _fragment_tile(tokens, form)
+        return _fragment_tile(tokens, form, zero)
     if form.out_features >= 8192:
         # codes of tables take so many instructions that smaller tiles share them better
         return Tile(32, tokens, 4, 4, 3) if m <= 8 or form.element in TABLES else Tile(64, tokens, 4, 4, 2)
@@ -103,21 +150,20 @@ def tile_of(m: int, form: WordForm, dtype: torch.dtype, zero: str, device: torch
     return Tile(32, tokens, 4, 4, 4 if m <= 16 else 2, 2 if short_blocks and m <= 8 else 1)
 
 
-def _fragment_tile(tokens: int, form: WordForm) -> FragmentTile:
-    wide = form.out_features >= 8192
-    # codes of tables, and scales of half a part, take the registers that tokens would wait in
-    waits = form.element not in TABLES and form.halves == 1
-    if tokens <= 8:
-        return FragmentTile(16, tokens, 4 if wide else 8, 2, waits and not wide)
-    if tokens <= 16 and wide:
-        return FragmentTile(32, tokens, 4, 2 if form.is_packed and form.bits == 4 else 1, waits)
-    if tokens <= 16:
-        return FragmentTile(16, tokens, 8, 1, waits)
-    if tokens <= 32 and not wide:
-        return FragmentTile(32, tokens, 8, 1, waits)
-    if tokens <= 32 and form.bits == 8:
-        return FragmentTile(32, tokens, 4, 1, True)
-    return FragmentTile(48 if wide else 32, tokens, 4, 1, False)
+def _fragment_tile(tokens: int, form: WordForm, zero: str) -> FragmentTile:
+    tiles = FRAGMENT_TILES[_kind_of(form, zero), form.out_features >= 8192]
+    return tiles[(8, 16, 32, 64).index(tokens)]
+
+
+def _kind_of(form: WordForm, zero: str) -> str:
+    """One of those of FRAGMENT_TILES."""
+    if form.element in TABLES:
+        return "table"
+    if form.halves > 1:
+        return "halves"
+    if form.is_packed:
+        return f"packed {form.bits}"
+    return f"{form.bits} with zeros" if zero else f"{form.bits}"
 
 
 def tile_of_experts(
@@ -126,7 +172,9 @@ def tile_of_experts(
     """The same for the rows of one expert, at most `tokens` of them: there are tiles enough without small ones."""
     fold = folds(form, dtype)
     if tokens <= 32 and takes_fragments(form, form.in_features, dtype, zero, device):
-        return FragmentTile(32, tokens, 4, 2 if tokens <= 16 else 1, tokens <= 16 and form.element not in TABLES)
+        if form.element in TABLES:
+            return FragmentTile(32, tokens, 4, 1, False, 168 if tokens <= 16 else 0)
+        return FragmentTile(32, tokens, 4, 2 if tokens <= 16 else 1, 8 < tokens <= 16, 128 if tokens <= 8 else 0)
     return Tile(64, tokens, 4, 4, 2) if tokens <= 16 else _tile_of_many(tokens, fold)
 
 
@@ -223,7 +271,7 @@ def _launch_of(
     bf16 = dtype == torch.bfloat16
     fold = folds(form, dtype)
     common = {
-        **constants_of(form, bf16, zero, fold, device),
+        **constants_of(form, bf16, zero, fold, device, held=isinstance(tile, FragmentTile)),
         "K": columns,
         "EXPERTS": experts,
         "FOLD": fold,
@@ -234,12 +282,15 @@ def _launch_of(
         "BM": tile.tokens,
     }
     if isinstance(tile, FragmentTile):
-        own = {"WARPS": tile.warps, "AHEAD": tile.ahead, "TOKENS_AHEAD": tile.tokens_ahead}
+        own = {
+            "WARPS": tile.warps,
+            "AHEAD": tile.ahead,
+            "TOKENS_AHEAD": tile.tokens_ahead,
+            "ZERO_AT": place_of_zero(form.element) if form.element in TABLES else 0,
+        }
         unused = ("ELEMENT", "RAISED")
-        return Launch(
-            _fragments(), {name: value for name, value in (common | own).items() if name not in unused},
-            num_warps=tile.warps,
-        )  # fmt: skip
+        constants = {name: value for name, value in (common | own).items() if name not in unused}
+        return Launch(_fragments(), constants, num_warps=tile.warps, maxnreg=tile.registers or None)
     block = parts_of(form.bits) * form.depth
     own = {
         "SHARED": _shared(form, zero),

@@ -31,13 +31,17 @@ def kind_of_zero(zero: torch.Tensor | None) -> str:
     return "fraction" if zero.is_floating_point() else "integer"
 
 
-def constants_of(form: WordForm, bf16: bool, zero: str, fold: bool, device: torch.device) -> dict[str, object]:
+def constants_of(
+    form: WordForm, bf16: bool, zero: str, fold: bool, device: torch.device, *, held: bool = False
+) -> dict[str, object]:
     """What kernels that call `decoded_parts` are compiled for: the form, and the device's own instructions, an empty
-    text where Triton's operations serve. `zero` as by `kind_of_zero`; `fold`: scales go into the weight."""
+    text where Triton's operations serve. `zero` as by `kind_of_zero`; `fold`: scales go into the weight. `held`: the
+    kernel keeps constants in registers that instructions take from there (HELD)."""
     found = None
     # scales that are held are numbers of bf16, which multiply no f16
     if computes_in_pairs(device) and (bf16 or not fold):
-        found = decoder(form.element, form.bits, bf16, zero == "integer", form.scale if fold else "")
+        scale = form.scale if fold else ""
+        found = decoder(form.element, form.bits, bf16, zero == "integer", scale, held=held)
     own = found or Decoder("", "", "")
     return {
         "ASM": own.text,
@@ -52,6 +56,7 @@ def constants_of(form: WordForm, bf16: bool, zero: str, fold: bool, device: torc
         "ROWS": form.rows,
         "ZERO": zero,
         "BASE": base_of(form.element, bf16),
+        **({"HELD": own.held} if held else {}),
     }
 
 

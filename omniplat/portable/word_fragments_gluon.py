@@ -40,6 +40,18 @@ def _words_at(at):
 
 
 @gluon.jit
+def _held(table, thread, HELD: gl.constexpr, ZERO_AT: gl.constexpr):
+    """The numbers of HELD, each in a register. What the compiler knows to be constant, or the same for all threads, it
+    moves there anew for each use; so 0 is added, as it stands in the table."""
+    found = ()
+    if len(HELD) > 0:
+        nothing = gl.load(table + ZERO_AT + thread * 0).to(gl.int32, bitcast=True)
+        for i in gl.static_range(len(HELD)):
+            found = found + (nothing + HELD[i],)
+    return found
+
+
+@gluon.jit
 def _tokens_at(at, left, PARTS: gl.constexpr, EVEN: gl.constexpr):
     """Of each part, 16 bytes from each of `at`, in four registers; unless EVEN, zeros where none of `left` columns are
     left."""
@@ -84,7 +96,9 @@ def _multiplied(a0, a1, a2, a3, b0, b1, sums, BF16: gl.constexpr):
 
 
 @gluon.jit
-def _parts(words, scales, less, ASM: gl.constexpr, OPERANDS: gl.constexpr, EXTRA: gl.constexpr, PARTS: gl.constexpr):
+def _parts(
+    words, scales, less, held, ASM: gl.constexpr, OPERANDS: gl.constexpr, EXTRA: gl.constexpr, PARTS: gl.constexpr
+):
     """Every part of two words, decoded to a pair of 16-bit floats; see `omniplat.portable.words_ptx`."""
     SPANS: gl.constexpr = len(less)
     if EXTRA == "factor":
@@ -93,6 +107,8 @@ def _parts(words, scales, less, ASM: gl.constexpr, OPERANDS: gl.constexpr, EXTRA
         given = [words, less[0], less[SPANS - 1]]
     elif EXTRA == "less":
         given = [words, less[0], less[SPANS // 4], less[SPANS // 2], less[SPANS - 1]]
+    elif EXTRA == "held":
+        given = [words, held[0], held[1], held[2], held[3]]
     else:
         given = [words]
     if PARTS == 2:
@@ -156,7 +172,7 @@ def _fetched(
 
 @gluon.jit
 def _added(
-    sums, fetched, tokens, ASM: gl.constexpr, OPERANDS: gl.constexpr, EXTRA: gl.constexpr, PARTS: gl.constexpr,
+    sums, fetched, tokens, held, ASM: gl.constexpr, OPERANDS: gl.constexpr, EXTRA: gl.constexpr, PARTS: gl.constexpr,
     SPANS: gl.constexpr, OWN: gl.constexpr, ZERO: gl.constexpr, BASE: gl.constexpr, BF16: gl.constexpr,
 ):  # fmt: skip
     """`sums` and the products of a unit of columns. OWN: scales are those of sums, not of weights."""
@@ -167,14 +183,14 @@ def _added(
         for span in gl.static_range(SPANS):
             less_low = less_low + (_pairs_of(zeros_low[span], BASE, BF16),)
             less_high = less_high + (_pairs_of(zeros_high[span], BASE, BF16),)
-    l0 = _parts(low[0], scales_low, less_low, ASM, OPERANDS, EXTRA, PARTS)
-    h0 = _parts(high[0], scales_high, less_high, ASM, OPERANDS, EXTRA, PARTS)
-    l1 = _parts(low[1], scales_low, less_low, ASM, OPERANDS, EXTRA, PARTS)
-    h1 = _parts(high[1], scales_high, less_high, ASM, OPERANDS, EXTRA, PARTS)
-    l2 = _parts(low[2], scales_low, less_low, ASM, OPERANDS, EXTRA, PARTS)
-    h2 = _parts(high[2], scales_high, less_high, ASM, OPERANDS, EXTRA, PARTS)
-    l3 = _parts(low[3], scales_low, less_low, ASM, OPERANDS, EXTRA, PARTS)
-    h3 = _parts(high[3], scales_high, less_high, ASM, OPERANDS, EXTRA, PARTS)
+    l0 = _parts(low[0], scales_low, less_low, held, ASM, OPERANDS, EXTRA, PARTS)
+    h0 = _parts(high[0], scales_high, less_high, held, ASM, OPERANDS, EXTRA, PARTS)
+    l1 = _parts(low[1], scales_low, less_low, held, ASM, OPERANDS, EXTRA, PARTS)
+    h1 = _parts(high[1], scales_high, less_high, held, ASM, OPERANDS, EXTRA, PARTS)
+    l2 = _parts(low[2], scales_low, less_low, held, ASM, OPERANDS, EXTRA, PARTS)
+    h2 = _parts(high[2], scales_high, less_high, held, ASM, OPERANDS, EXTRA, PARTS)
+    l3 = _parts(low[3], scales_low, less_low, held, ASM, OPERANDS, EXTRA, PARTS)
+    h3 = _parts(high[3], scales_high, less_high, held, ASM, OPERANDS, EXTRA, PARTS)
     for span in gl.static_range(SPANS):
         if OWN:
             nothing = gl.zeros_like(sums[0])
@@ -267,11 +283,14 @@ def fragments(
     WARPS: gl.constexpr,
     AHEAD: gl.constexpr,
     TOKENS_AHEAD: gl.constexpr,
+    HELD: gl.constexpr,
+    ZERO_AT: gl.constexpr,
 ) -> None:
     """Operands as those of `few_tokens`; `takes` of `omniplat.portable.weight_only_triton` says which it can have.
 
     AHEAD: units of columns whose words are asked for before the first is multiplied. TOKENS_AHEAD: those of the next
-    unit are asked for before this one's are multiplied.
+    unit are asked for before this one's are multiplied. HELD: what instructions take from registers; ZERO_AT: where
+    the table has 0.
     """
     gl.static_assert(DEPTH == 32)
     UNIT: gl.constexpr = 32 * PARTS
@@ -325,6 +344,7 @@ def fragments(
             (words + n.to(gl.int64) * word_stride + t * 8, scale + low, scale + high, zero + low, zero + high),
         )
         sums = sums + ((nothing, nothing, nothing, nothing),)
+    held = _held(table, thread, HELD, ZERO_AT)
     fetched = ()
     for step in gl.static_range(AHEAD):
         for third in gl.static_range(THIRDS):
@@ -355,7 +375,7 @@ def fragments(
                     _fetched(rows[third], later, t, word_stride, scale_stride, K, UNIT, SCALE, GROUP, SPANS, ZERO),
                 )
                 added = added + (
-                    _added(sums[third], now, tokens, ASM, OPERANDS, EXTRA, PARTS, SPANS, OWN, ZERO, BASE, BF16),
+                    _added(sums[third], now, tokens, held, ASM, OPERANDS, EXTRA, PARTS, SPANS, OWN, ZERO, BASE, BF16),
                 )
             sums = added
     for third in gl.static_range(THIRDS):

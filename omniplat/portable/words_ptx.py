@@ -12,7 +12,7 @@ A register holds two words, one in each half, and each part of both becomes a re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,11 +42,13 @@ _HALVED = {"int8": -128.0, "uint8": 0.0}
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """`text` of the instructions and the `constraints` of their operands: a register for each part, the words, and
-    what else goes in: `extra` is "", "less" (pairs for each part) or "factor" (scales as they are held)."""
+    what else goes in: `extra` is "", "less" (pairs for each part), "factor" (scales as they are held) or "held": the
+    numbers of `held`, 32 bits with a sign, in a register each."""
 
     text: str
     constraints: str
     extra: str
+    held: tuple[int, ...] = ()
 
 
 def base_of(element: str, bf16: bool) -> float:
@@ -59,11 +61,12 @@ def base_of(element: str, bf16: bool) -> float:
     return carrier - least
 
 
-def decoder(element: str, bits: int, bf16: bool, zero: bool, scale: str) -> Decoder | None:
+def decoder(element: str, bits: int, bf16: bool, zero: bool, scale: str, *, held: bool = False) -> Decoder | None:
     """The instructions for an element; None where there are none and Triton's operations serve.
 
     `zero`: integers have a zero point, which comes in with `base_of` in it. `scale`: "packed_e8m0" or "packed_bf16"
-    where the floats are scaled by what is so held (`omniplat.portable.word_weights`), else "".
+    where the floats are scaled by what is so held (`omniplat.portable.word_weights`), else "". `held`: constants that
+    are to stay in registers come in (`Decoder.held`), where there are such.
     """
     parts = 16 // bits
     if (element, bf16) in _FLOATS:
@@ -73,8 +76,13 @@ def decoder(element: str, bits: int, bf16: bool, zero: bool, scale: str) -> Deco
     if element in _HALVED and bf16:
         return _halved(element, zero)
     if element in TABLES and bf16:
-        return _table(element)
+        return _table(element, held)
     return None
+
+
+def place_of_zero(element: str) -> int:
+    """Where among the numbers of a table, as they are held, 0 is."""
+    return [float(element_values(element)[code]) for code in TABLES[element]].index(0.0)
 
 
 def _twice(half: int) -> str:
@@ -172,10 +180,13 @@ def _halved(element: str, zero: bool) -> Decoder:
     return _made(2, "rr" if zero else "", "less" if zero else "", "w, a, b, c, m, o, s, l", lines)
 
 
-def _table(element: str) -> Decoder:
+def _table(element: str, held: bool) -> Decoder:
     """Four codes are a selector of `prmt`, which takes a byte of eight for each; where a code's highest bit is set, all
     bits are those bytes' highest ones. So one lookup of two, with codes and with their highest bits inverted, gives a
-    byte of the number, and the other one none or all of its bits, which the byte makes up for."""
+    byte of the number, and the other one none or all of its bits, which the byte makes up for.
+
+    One of the two registers that `prmt` looks up in may be a constant. Those of the other one are moved anew for every
+    `prmt`, unless they are `held`."""
     wide = np.array([float(element_values(element)[code]) for code in TABLES[element]], np.float32).view(np.uint32)
     # to the nearest bf16, ties to even
     entries = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
@@ -183,12 +194,17 @@ def _table(element: str) -> Decoder:
     # a zero has the sign of the number beside it
     lower, upper = (mine | np.where(mine & 0x7FFF, 0, its & 0x8000) for mine, its in ((lower, upper), (upper, lower)))
     lines = ["mov.b32 n, 0;"]
+    kept: list[int] = []
     for name, shift in (("l", 0), ("h", 8)):
         first, second = (lower >> shift) & 255, (upper >> shift) & 255
         second = second ^ np.where(first & 0x80, 0xFF, 0)
         for half, numbers in enumerate((first[:4], first[4:], second[:4], second[4:])):
             packed = sum(int(number) << (8 * i) for i, number in enumerate(numbers))
-            lines.append(f"mov.b32 {name}{half}, 0x{packed:08X};")
+            if held and half % 2 == 0:
+                lines.append(f"mov.b32 {name}{half}, ${5 + len(kept)};")
+                kept.append(int(np.uint32(packed).view(np.int32)))
+            else:
+                lines.append(f"mov.b32 {name}{half}, 0x{packed:08X};")
     # codes of the first two parts of both words, then of the others
     lines.append("prmt.b32 s, $4, n, 0x3120; xor.b32 t, s, 0x88888888;")
     for part in (0, 2):
@@ -197,4 +213,5 @@ def _table(element: str) -> Decoder:
         for name in "lh":
             lines.append(f"prmt.b32 a, {name}0, {name}1, s; prmt.b32 b, {name}2, {name}3, t; xor.b32 {name}, a, b;")
         lines.append(f"prmt.b32 ${part}, l, h, 0x6240; prmt.b32 ${part + 1}, l, h, 0x7351;")
-    return _made(4, "", "", "n, s, t, a, b, l, h, l0, l1, l2, l3, h0, h1, h2, h3", lines)
+    names = "n, s, t, a, b, l, h, l0, l1, l2, l3, h0, h1, h2, h3"
+    return replace(_made(4, "r" * len(kept), "held" if kept else "", names, lines), held=tuple(kept))

@@ -209,7 +209,7 @@ def test_against_the_oracle(weight_id: str, rows: int, columns: int) -> None:
 @interpreted
 @pytest.mark.parametrize("out_features", [OUT, 8192])
 @pytest.mark.parametrize("tokens", [8, 16, 32, 64])
-@pytest.mark.parametrize("weight_id", TILED)
+@pytest.mark.parametrize("weight_id", [*TILED, "mxfp8", "int4-g32", "uint4-g64", "uint8-g32"])
 def test_every_tile_of_a_product(weight_id: str, tokens: int, out_features: int) -> None:
     """Those of wide weights, too; the last tile of tokens is not full, and that of rows rarely is."""
     weight = weight_of(weight_id, OUT, UNEVEN)
@@ -229,6 +229,19 @@ def test_tiles_of_the_sweep(rows: int, columns: int, ahead: int, tokens_ahead: b
     weight = weight_of("uint4-g64", OUT, columns)
     x = tokens_of(12, columns)
     check(weight, Held.of(weight).product(x, FragmentTile(rows, 16, 4, ahead, tokens_ahead)), x, "bf16")
+
+
+@interpreted
+def test_every_kind_of_weight_has_its_tiles() -> None:
+    """Which are those of the table, all of them: a tile has no more tokens than it is chosen for."""
+    from omniplat.portable.weight_only_triton import FRAGMENT_TILES
+
+    taken = [Held.of(weight_of(weight_id, OUT, UNEVEN)) for weight_id in TAKEN]
+    chosen = {held.tile(tokens, "bf16", out) for held in taken for tokens in (8, 16, 32, 64) for out in (OUT, 8192)
+              if held.is_taken("bf16")}  # fmt: skip
+    assert chosen == {tile for tiles in FRAGMENT_TILES.values() for tile in tiles}
+    for tiles in FRAGMENT_TILES.values():
+        assert all(tile.tokens <= most for tile, most in zip(tiles, (8, 16, 32, 64), strict=True))
 
 
 @interpreted

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from omniplat.portable.word_weights import code_values
-from omniplat.portable.words import from_words, parts_of
-from omniplat.portable.words_ptx import base_of, decoder
+from omniplat.portable.words import TABLES, from_words, parts_of
+from omniplat.portable.words_ptx import base_of, decoder, place_of_zero
 from tests.support.ptx import evaluated, reads_after_writes
 
 BITS = {"fp4_e2m1": 4, "fp8_e4m3": 8, "int4": 4, "uint4": 4, "int8": 8, "uint8": 8, "nf4": 4, "fp4_bnb": 4}
@@ -36,6 +36,20 @@ def decoded(element: str, bf16: bool, zero: bool, scale: str, *extra: NDArray[np
     if not extra:
         np.testing.assert_array_equal(upper.view(np.uint16), lower.view(np.uint16)[OTHERS.astype(np.int64)])
     return lower.astype(np.float64)
+
+
+@pytest.mark.parametrize("element", sorted(TABLES))
+def test_numbers_of_tables_come_from_registers(element: str) -> None:
+    """As they do where they are constants; a kernel makes them of the table's zero, which has no bits."""
+    alone, given = (decoder(element, 4, True, False, "", held=held) for held in (False, True))
+    assert alone is not None
+    assert given is not None
+    assert len(given.held) == given.constraints.count(",r") - 1 == 4
+    extra = [np.full_like(WORDS, number & 0xFFFFFFFF) for number in given.held]
+    for found, wanted in zip(evaluated(given.text, 4, [WORDS, *extra]), evaluated(alone.text, 4, [WORDS]), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    held_table = code_values(element)[list(TABLES[element])]
+    assert held_table[place_of_zero(element)].view(torch.int32) == 0
 
 
 def values(element: str) -> NDArray[np.float64]:

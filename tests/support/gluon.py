@@ -359,7 +359,9 @@ class Interpreted:
         self._module = kernel.fn.__globals__
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        def launch(*arguments: torch.Tensor | int, num_warps: int, **constants: object) -> None:
+        def launch(
+            *arguments: torch.Tensor | int, num_warps: int, maxnreg: int | None = None, **constants: object
+        ) -> None:
             given = [
                 Pointer(_Memory.of(argument), Tensor(np.asarray(0, np.int64)))
                 if isinstance(argument, torch.Tensor)
