@@ -46,6 +46,8 @@ class PortableFp8Block(LinearKernel[Fp8BlockConfig]):
 
     name: ClassVar[str] = "portable_fp8_block"
     config_type = Fp8BlockConfig
+    #: Takes what `fp8_block_linear` does, in the library `omniplat`.
+    operator: ClassVar[str] = "fp8_block_linear"
 
     def prepare(self, weight: WeightTensors, spec: LayerSpec) -> Prepared[Fp8BlockConfig]:
         """Raises UnsupportedCombinationError for other schemes, InvalidCheckpointError for NaN codes."""
@@ -70,7 +72,7 @@ class PortableFp8Block(LinearKernel[Fp8BlockConfig]):
         out_dtype: torch.dtype,
         workspace: torch.Tensor | None,
     ) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.omniplat.fp8_block_linear(
+        y: torch.Tensor = getattr(torch.ops.omniplat, self.operator)(
             x,
             tensors["codes"],
             tensors["scale"],
@@ -83,7 +85,7 @@ class PortableFp8Block(LinearKernel[Fp8BlockConfig]):
         return y
 
 
-def _fp8_block_linear(
+def fp8_block_linear(
     x: torch.Tensor,
     codes: torch.Tensor,
     scale: torch.Tensor,
@@ -93,6 +95,7 @@ def _fp8_block_linear(
     block_rows: int,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
+    """`codes` and `scale` as the kernel's buffers, `activation` and `block_rows` as its config."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     y = torch.empty((*x.shape[:-1], codes.shape[0]), dtype=out_dtype, device=x.device)
     if not len(rows):
@@ -110,10 +113,14 @@ def _fp8_block_linear(
     return product.to(out_dtype).view(y.shape)
 
 
+#: Of operators that stand for this one.
+ARGUMENTS = (
+    "(Tensor x, Tensor codes, Tensor scale, Tensor? pre_scale, Tensor? bias, str activation, int block_rows, "
+    "ScalarType out_dtype) -> Tensor"
+)
 register(
     _LIBRARY,
-    "fp8_block_linear(Tensor x, Tensor codes, Tensor scale, Tensor? pre_scale, Tensor? bias, str activation, "
-    "int block_rows, ScalarType out_dtype) -> Tensor",
-    dict.fromkeys(("CUDA", "CPU"), _fp8_block_linear),
+    "fp8_block_linear" + ARGUMENTS,
+    dict.fromkeys(("CUDA", "CPU"), fp8_block_linear),
     linear_fake,
 )

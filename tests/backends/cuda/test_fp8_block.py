@@ -1,6 +1,7 @@
 """Linear layers in FP8 blocks against the oracle, within what the declared sums and the output's rounding allow.
 
-On CUDA the operator takes Triton's kernels, on a CPU plain torch; `test_scaled_product` has the kernels alone.
+On CUDA the operator takes Triton's kernels, on a CPU plain torch; `test_scaled_product` has the kernels alone. Torch's
+own product takes blocks of 128 rows, whole, on Hopper.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from omniplat.scheme import Scheme
 from tests.backends.cuda.building import DTYPES, check, each_device, layer_of
 from tests.support.triton import needs_cuda
 
-KERNEL = "portable_fp8_block"
+KERNEL, NATIVE = "portable_fp8_block", "scaled_mm_block"
 SCHEMES = tuple(f"fp8-block{rows}x128/fp8-g128" for rows in (128, 64, 32, 16))
 each_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 
@@ -189,7 +190,86 @@ def test_plans_take_it_where_there_are_fp8_units(scheme: str, arch: str) -> None
     for prefer in ("memory", "speed"):
         chosen = match(spec, SPEC.capabilities, parse_device(f"cuda:{arch}"), Policy(prefer=prefer)).chosen
         assert chosen is not None
-        assert chosen.capability.name == KERNEL
+        native = arch == "sm90" and scheme == SCHEMES[0]
+        assert chosen.capability.name == (NATIVE if native else KERNEL)
+
+
+@pytest.mark.parametrize(("n", "k"), [(128, 640), (144, 512)])
+def test_torchs_product_is_for_whole_blocks_and_groups_in_fours(n: int, k: int) -> None:
+    spec = LayerSpec("layer", "linear", n, k, Scheme.parse(SCHEMES[0]))
+    chosen = match(spec, SPEC.capabilities, parse_device("cuda:sm90"), Policy()).chosen
+    assert chosen is not None
+    assert chosen.capability.name == KERNEL
+    with pytest.raises(UnsupportedCombinationError, match="K in 512s"):
+        layer_of(NATIVE, weight_of(n=n, k=k), "cpu")
+
+
+def products_counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens torch's product was given, call by call."""
+    counted: list[int] = []
+    product = torch._scaled_mm
+
+    def counting(a: torch.Tensor, *rest: torch.Tensor, **named: object) -> torch.Tensor:
+        counted.append(len(a))
+        return product(a, *rest, **named)
+
+    monkeypatch.setattr(torch, "_scaled_mm", counting)
+    return counted
+
+
+@each_device
+@pytest.mark.parametrize("rule", ["absmax", "absmax-reciprocal", "ceil"])
+def test_torchs_product_computes_what_the_oracle_does(rule: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that do not come in fours, and few, for which Triton's product is taken."""
+    counted = products_counted(monkeypatch)
+    weight = weight_of(n=256, k=1024, rule=rule)
+    for dtype, name in DTYPES.items():
+        layer = layer_of(NATIVE, weight, device, name)
+        assert layer(torch.empty(0, 1024, dtype=dtype, device=device)).shape == (0, 256)
+        for rows in (1, 16, 17, 64, 131):
+            check(layer, weight, tokens(rows, 1024, device).to(dtype))
+        check(layer, weight, torch.randn(2, 15, 2048, device=device).to(dtype)[..., ::2])
+    native = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    assert counted == ([20, 64, 132, 32] * len(DTYPES) if native else [])
+
+
+@each_device
+def test_torchs_product_with_a_bias_and_smoothed(device: str) -> None:
+    """A bias is added before the one rounding."""
+    bare = weight_of(replace(Scheme.parse(SCHEMES[0]), pre_scale=True), n=256, k=512)
+    bias = np.linspace(-40, 40, bare.out_features, dtype=np.float32)
+    smooth = {"pre_scale": np.linspace(0.2, 1.2, bare.in_features, dtype=np.float32)}
+    weight = replace(bare, tensors={**bare.tensors, **smooth, "bias": bias})
+    layer = layer_of(NATIVE, replace(bare, tensors={**bare.tensors, **smooth}), device)
+    layer.bias = torch.from_numpy(bias).to(device)
+    for rows in (9, 70):
+        check(layer, weight, tokens(rows, 512, device).bfloat16())
+
+
+@each_device
+def test_torchs_product_is_well_registered(device: str) -> None:
+    layer = layer_of(NATIVE, weight_of(n=256, k=512), device)
+    x = tokens(70, 512, device).bfloat16()
+    arguments = (x, layer.codes, layer.scale, None, None, layer.config.activation, layer.config.block_rows, x.dtype)
+    torch.library.opcheck(torch.ops.omniplat.cuda_fp8_block_linear, arguments)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (70, 33, 3):
+        torch.testing.assert_close(compiled(x[:rows]), layer(x[:rows]), rtol=0, atol=0)
+
+
+@needs_cuda
+def test_a_graph_of_torchs_product_replays() -> None:
+    layer = layer_of(NATIVE, weight_of(n=256, k=512), "cuda")
+    x = tokens(70, 512, "cuda").bfloat16()
+    layer(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    x.copy_(tokens(71, 512, "cuda")[:70])
+    graph.replay()
+    torch.testing.assert_close(y, layer(x), rtol=0, atol=0)
 
 
 def test_without_fp8_units_weights_are_decoded() -> None:

@@ -8,10 +8,12 @@ from omniplat.capability import Capability, multiples
 from omniplat_cuda.capabilities.common import (
     FLOAT_RULES,
     FP8_ACCUMULATOR,
+    FP8_PROMOTED,
     GLUON,
     HALF,
     MX_RULES,
     NEAREST,
+    POWER_RULES,
     SM80,
     SM89,
     SM90,
@@ -98,6 +100,23 @@ DECODED_MXFP4_A8 = replace(
     resident=1.0,
     impl=f"{_DECODED}:DecodedMxfp4A8",
 )
+#: 1x128 activations by 128x128 weights: torch has it for Hopper only. Where groups of a row do not come in fours, torch
+#: 2.11 gives garbage.
+FP8_BLOCK = Capability(
+    "scaled_mm_block",
+    "linear",
+    ("fp8-block128x128",),
+    ("fp8-g128",),
+    scale_rules=(*FLOAT_RULES, *POWER_RULES),
+    roundings=NEAREST,
+    archs=SM90,
+    dtypes=HALF,
+    shapes=(*multiples(128, "out"), *multiples(512, "in")),
+    requires=("torch>=2.9", TRITON),
+    accumulator=FP8_PROMOTED,
+    priority=40,
+    impl="omniplat_cuda.kernels.fp8_block:ScaledMmBlock",
+)
 LINEAR = (
     Capability(
         "scaled_mm_tensor",
@@ -129,18 +148,7 @@ LINEAR = (
         priority=40,
         impl=f"{_KERNELS}:ScaledMmRow",
     ),
-    Capability(
-        # 1x128 activations by 128x128 weights: torch has it for Hopper only.
-        "scaled_mm_block",
-        "linear",
-        ("fp8-block128x128",),
-        ("fp8-g128",),
-        archs=SM90,
-        dtypes=HALF,
-        shapes=multiples(128, "out", "in"),
-        requires=(TORCH,),
-        priority=40,
-    ),
+    FP8_BLOCK,
     MXFP8,
     MXFP4,
     MXFP4_A8,
