@@ -8,11 +8,12 @@ instead, under the very key by which the launch will look for it. Compiled code 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 
 import torch
@@ -39,6 +40,12 @@ def compiles_ahead() -> bool:
     return hasattr(triton, "AsyncCompileMode") and not triton.knobs.runtime.interpret
 
 
+def _parses_in_threads() -> bool:
+    """False for Python 3.11 before 3.11.8: of its parser's calls, which Triton's front end makes, one fails now and then
+    while another runs ("AST constructor recursion depth mismatch", python/cpython#106905)."""
+    return not (3, 11) <= tuple(sys.version_info[:3]) < (3, 11, 8)
+
+
 def compile_calls(calls: Iterable[Callable[[], object]], progress: Progress | None = None) -> Compilation:
     """Compile what `calls` would launch, and load it; to be asked for where `compiles_ahead`.
 
@@ -46,11 +53,13 @@ def compile_calls(calls: Iterable[Callable[[], object]], progress: Progress | No
     cannot be, also because a tool for it is missing: it names kernel and tool.
     """
     needed, counts = _Needed(), _Counts()
-    workers = min(os.cpu_count() or 1, _MOST_WORKERS)
+    together = _parses_in_threads()
+    workers = min(os.cpu_count() or 1, _MOST_WORKERS) if together else 1
     with ThreadPoolExecutor(workers) as pool, counts.listening():
         # Errors are raised here, with the kernel's name: Triton's mode only waits for what is left.
         with triton.AsyncCompileMode(pool, ignore_errors=True) as mode:
-            with collected(needed), torch.inference_mode():
+            # keys are made here, of parsed sources
+            with nullcontext() if together else _holding(pool), collected(needed), torch.inference_mode():
                 for call in calls:
                     call()
             if progress is not None:
@@ -58,6 +67,17 @@ def compile_calls(calls: Iterable[Callable[[], object]], progress: Progress | No
             kernels = needed.compiled()
         _load(kernels, pool)
     return Compilation(counts.compiled, counts.cached)
+
+
+@contextmanager
+def _holding(pool: Executor) -> Iterator[None]:
+    """Keeps the only worker of `pool` waiting."""
+    done = Event()
+    pool.submit(done.wait)
+    try:
+        yield
+    finally:
+        done.set()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,14 @@ process without.
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
+from time import sleep
 from typing import Any
 
 import pytest
@@ -30,6 +34,7 @@ if has_triton():
     import triton
     import triton.language as tl
 
+    from omniplat.portable import compilation
     from omniplat.portable.compilation import Compilation, compile_calls
     from omniplat.portable.launch import Launch
     from tests.support.standin import StandIn, standing_in
@@ -92,6 +97,77 @@ def test_calls_find_what_was_compiled_for_them(driver: StandIn, monkeypatch: pyt
     assert len(driver.launched) == 7
     assert not told
     assert driver.loaded == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("together", [False, True])
+def test_nothing_is_parsed_at_once_where_that_fails(
+    driver: StandIn, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    """Neither by two workers, nor by one while calls are made."""
+    monkeypatch.setattr(compilation, "_parses_in_threads", lambda: together)
+    monkeypatch.setattr(compilation.os, "cpu_count", lambda: 2)
+    running, most = 0, 0
+    lock = Lock()
+
+    @contextmanager
+    def counted() -> Iterator[None]:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        # long enough for another, were there one
+        sleep(0.05)
+        try:
+            yield
+        finally:
+            with lock:
+                running -= 1
+
+    fresh = triton.jit(_copies)
+    _ = fresh.device_caches[0]
+    compiled = fresh.compile
+
+    def compile_one(*given: Any, **named: Any) -> Any:
+        with counted():
+            return compiled(*given, **named)
+
+    fresh.compile = compile_one
+    launches = [Launch(fresh, {"BLOCK": block}, num_warps=1) for block in (16, 32, 64)]
+    x = torch.zeros(64)
+
+    def call(launch: Launch) -> None:
+        with counted():
+            launch((1, 1, 1), (x, x), (5,))
+
+    calls = [partial(call, launch) for launch in launches]
+    assert compile_calls(calls) == Compilation(compiled=3, cached=0)
+    assert (most > 1) == together
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("release", "together"),
+    [((3, 10, 13), True), ((3, 11, 0), False), ((3, 11, 7), False), ((3, 11, 8), True), ((3, 12, 0), True)],
+)
+def test_which_releases_of_python_parse_in_threads(
+    monkeypatch: pytest.MonkeyPatch, release: tuple[int, ...], together: bool
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (*release, "final", 0))
+    assert compilation._parses_in_threads() == together
+
+
+@needs_compiler
+@pytest.mark.parametrize("together", [False, True])
+def test_a_call_that_fails_is_told(driver: StandIn, monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
+    """Whoever waits for the calls to be made goes on."""
+
+    def fails() -> None:
+        raise RuntimeError("no such layer")
+
+    monkeypatch.setattr(compilation, "_parses_in_threads", lambda: together)
+    with pytest.raises(RuntimeError, match="no such layer"):
+        compile_calls([*calls_of(_copies), fails])
 
 
 @needs_compiler
