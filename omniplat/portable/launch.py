@@ -28,7 +28,7 @@ from triton.runtime import driver
 
 #: Releases of Triton (major, minor) whose compiled kernels are launched directly: `tests/portable/test_launch.py` ran
 #: with each of them.
-TESTED = ((3, 6), (3, 9))
+TESTED = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 Grid = tuple[int, int, int]
 #: Makes of a tensor what a kernel takes for it: Triton's descriptor, with the block that the copy engine moves.

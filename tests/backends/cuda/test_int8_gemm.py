@@ -209,7 +209,10 @@ def test_where_it_is_taken(
         ((10, 0), "3.6.0", None, False),
         ((8, 9), "3.6.0", None, False),
         ((9, 0), "3.5.1", None, False),
-        ((9, 0), "3.9.0", None, False),
+        ((9, 0), "3.7.1", None, True),
+        ((9, 0), "3.8.0", None, True),
+        ((9, 0), "3.9.0", None, True),
+        ((9, 0), "3.10.0", None, False),
         ((9, 4), "3.6.0", "7.0", False),
     ],
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 TORCH = "torch>=2.6"
 TRITON = "triton>=3.2"
-#: The releases of Triton in whose Gluon kernels are written, and with which they ran.
-GLUON = "triton>=3.6,<3.7"
+#: The releases of Triton in whose Gluon kernels are written: they compile with each, to as many products and registers.
+#: They ran with 3.6.
+GLUON = "triton>=3.6,<3.10"
 HUMMING = "humming-kernels>=0.1.10"
 #: The first with `gemm_4bit`.
 BITSANDBYTES = "bitsandbytes>=0.50"

@@ -29,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from omniplat.portable.launch import Describe, Launch
 from omniplat_cuda.kernels.decoded_ptx import CONSTRAINTS, decoder
 from omniplat_cuda.kernels.decoded_words import BLOCK
+from omniplat_cuda.kernels.hopper_copies import async_load, async_store
 from omniplat_cuda.kernels.int8_gemm_hopper import multiprocessors
 
 #: Rows of the weight that a group of warps multiplies: what one instruction takes.
@@ -68,9 +69,9 @@ def _producer(  # type: ignore[no-untyped-def]
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             ready = full.index(stage)
             mbarrier.expect(ready, x.block_type.nbytes + words.block_type.nbytes + shifts.block_type.nbytes)
-            tma.async_copy_global_to_shared(x, [m, block * 128], ready, x_tiles.index(stage))
-            tma.async_copy_global_to_shared(words, [n, block * 64], ready, word_tiles.index(stage))
-            tma.async_copy_global_to_shared(shifts, [block, n], ready, shift_tiles.index(stage))
+            async_load(x, [m, block * 128], ready, x_tiles.index(stage))
+            async_load(words, [n, block * 64], ready, word_tiles.index(stage))
+            async_load(shifts, [block, n], ready, shift_tiles.index(stage))
             step += 1
 
 
@@ -122,7 +123,7 @@ def _stored(  # type: ignore[no-untyped-def]
         tma.store_wait(PENDING)
         y_tile.permute((1, 0)).store(value)
         fence_async_shared()
-        tma.async_copy_shared_to_global(y, [m, n], y_tile)
+        async_store(y, [m, n], y_tile)
     else:
         at = y + tokens.to(gl.int64)[None, :] * N + rows[:, None]
         gl.store(at, value.to(y.dtype.element_ty), mask=(tokens < M)[None, :] & (rows < N)[:, None])

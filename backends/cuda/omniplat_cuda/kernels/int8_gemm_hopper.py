@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from omniplat.portable.launch import Describe, Launch
+from omniplat_cuda.kernels.hopper_copies import async_load, async_store
 
 
 @gluon.jit
@@ -56,8 +57,8 @@ def _fetch(  # type: ignore[no-untyped-def]
             mbarrier.wait(empty.index(stage), phase)
             arrived = full.index(stage)
             mbarrier.expect(arrived, (BM + BN) * BK)
-            tma.async_copy_global_to_shared(x, [first_m, start], arrived, a.index(stage))
-            tma.async_copy_global_to_shared(codes, [first_n, start], arrived, b.index(stage))
+            async_load(x, [first_m, start], arrived, a.index(stage))
+            async_load(codes, [first_n, start], arrived, b.index(stage))
             stage += 1
             wrapped = stage == STAGES
             stage = gl.where(wrapped, 0, stage)
@@ -130,7 +131,7 @@ def _store(  # type: ignore[no-untyped-def]
         tma.store_wait(0)
         staged.store(value.to(y.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(y, [first_m, first_n], staged)
+        async_store(y, [first_m, first_n], staged)
 
 
 @gluon.jit(do_not_specialize=["M"])
