@@ -41,8 +41,8 @@ def compiles_ahead() -> bool:
 
 
 def _parses_in_threads() -> bool:
-    """False for Python 3.11 before 3.11.8: of its parser's calls, which Triton's front end makes, one fails now and then
-    while another runs ("AST constructor recursion depth mismatch", python/cpython#106905)."""
+    """False for Python 3.11 before 3.11.8: its parser, which Triton's front end calls, fails now and then while another
+    thread parses ("AST constructor recursion depth mismatch", python/cpython#106905)."""
     return not (3, 11) <= tuple(sys.version_info[:3]) < (3, 11, 8)
 
 

@@ -24,6 +24,7 @@ from omniplat.portable.reencode import row_binades
 from omniplat.runtime.tensors import to_torch
 from omniplat.scheme import Scheme
 from tests.backends.cuda.building import each_device, layer_of, needs_gluon, require_product
+from tests.support.cubin import resources
 from tests.support.ptx import evaluated
 from tests.support.triton import needs_compiler, needs_cuda, run_without_interpreter
 
@@ -228,6 +229,7 @@ def test_tiles_leave_few_multiprocessors_idle(driver: Any, tokens: int, n: int, 
 )
 def test_it_compiles_for_hopper(
     driver: Any,
+    tmp_path: Path,
     tokens: int,
     rows: int,
     columns: int,
@@ -235,7 +237,7 @@ def test_it_compiles_for_hopper(
     bias: bool,
     wide: bool,
 ) -> None:
-    """Products are the tensor core's, of codes in registers, and tiles fit into shared memory."""
+    """Products are the tensor core's, of codes in registers; tiles fit into shared memory, all else into registers."""
     from omniplat_cuda.kernels import decoded_gluon
 
     x = torch.zeros(tokens, columns, dtype=torch.uint8)
@@ -255,6 +257,7 @@ def test_it_compiles_for_hopper(
     # the left operand is four registers and no descriptor
     assert all(line.count("{") == 2 for line in products)
     assert kernel.metadata.shared <= 232448
+    assert resources(kernel, tmp_path).stack == 0
 
 
 @needs_compiler

@@ -19,6 +19,7 @@ import torch
 from omniplat.portable.quantize import has_triton
 from omniplat.scheme import Scheme
 from tests.backends.cuda.building import layer_of, needs_gluon, weight_of
+from tests.support.cubin import Resources, resources
 from tests.support.triton import needs_compiler, needs_cuda, run_without_interpreter
 
 if has_triton():
@@ -158,8 +159,8 @@ def test_it_is_compiled_ahead(
 
 @needs_compiler
 @needs_gluon
-def test_what_it_is_compiled_to(driver: StandIn) -> None:
-    """Products of a warpgroup in int8, as wide as the tile, within the shared memory of an sm90."""
+def test_what_it_is_compiled_to(driver: StandIn, tmp_path: Path) -> None:
+    """Products of a warpgroup in int8, as wide as the tile, within the registers and the shared memory of an sm90."""
     from omniplat_cuda.kernels import int8_gemm_hopper
 
     found: list[Any] = []
@@ -167,9 +168,12 @@ def test_what_it_is_compiled_to(driver: StandIn) -> None:
     with collected(compiling):
         int8_gemm_hopper.int8_product(*operands(513, 256, 128, False, torch.bfloat16, "cpu"), torch.bfloat16)
     (compiled,) = found
-    assert "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8" in compiled.asm["ptx"]
+    # four of 32 columns, for each of two halves of the tokens and of two warpgroups
+    assert compiled.asm["ptx"].count("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8") == 4 * 2 * 2
     assert "cp.async.bulk.tensor.2d.global.shared::cta" in compiled.asm["ptx"]
     assert compiled.metadata.shared <= 227 * 1024
+    # three groups of four warps start with all there are
+    assert resources(compiled, tmp_path) == Resources(registers=168, stack=0)
 
 
 @needs_installed

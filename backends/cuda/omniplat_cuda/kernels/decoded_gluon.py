@@ -5,7 +5,7 @@ operand, which Hopper's tensor core takes from registers; a tile of tokens is th
 group's warp fetches both with the device's copy engine, some steps ahead. Half a block of columns is decoded while the
 other half is multiplied. Programs stay and take tile after tile.
 
-Gluon is experimental, and its names differ between releases of Triton. Imports triton.
+Gluon is experimental, and its names differ between releases of Triton: see `hopper_copies`. Imports triton.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A program stays on each multiprocessor. One warp has the copy engine fetch tiles
 memory; two warpgroups take the tiles of the output in turn, so that one multiplies while the other scales and stores
 ("ping-pong", as in CUTLASS).
 
-Gluon is experimental, and its names differ between releases of Triton. Imports triton.
+Gluon is experimental, and its names differ between releases of Triton: see `hopper_copies`. Imports triton.
 """
 
 from __future__ import annotations
