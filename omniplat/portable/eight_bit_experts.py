@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +26,17 @@ from omniplat.portable.eight_bits import (
 )
 from omniplat.portable.gated import quantize_gated
 from omniplat.portable.quantize import has_triton
-from omniplat.portable.routing import Sorted, sort_by_expert, weighted_sum
+from omniplat.portable.routing import sort_by_expert, weighted_sum
 from omniplat.runtime.activate import activate
 from omniplat.runtime.kernel import MoeKernel, Prepared
 from omniplat.runtime.operators import experts_fake, new_library, register
 from omniplat.runtime.quant_text import decode_quant, encode_quant
 from omniplat.runtime.tensors import WeightTensors
 from omniplat.scheme import TensorQuant
+
+if TYPE_CHECKING:
+    from omniplat.portable.scaled_product_triton import Tile
+    from omniplat.portable.weight_only_triton import ExpertTiles
 
 _ROLES = frozenset({"codes", "scale", "bias"})
 #: Buffers of one weight, in the order in which the operator takes them.
@@ -180,14 +184,18 @@ def _experts(
     if not len(x):
         return x.new_empty(x.shape, dtype=out_dtype)
     up, down = _Weight(w13, w13_scale, w13_bias, w13_rows), _Weight(w2, w2_scale, w2_bias, w2_rows)
-    order = sort_by_expert(topk_ids, expert_map, len(w13))
     middle = _Middle(decode_quant(second), activation, limit, alpha)
     x_codes, x_scale = quantized(x, decode_quant(first), None)
     if x.is_cuda and has_triton():
-        from omniplat.portable.experts_triton import combine
+        from omniplat.portable.experts_triton import combine, tokens_of
+        from omniplat.portable.routing_triton import sort_in_tiles
+        from omniplat.portable.scaled_product_triton import tile_of_experts
 
-        out = _in_triton(x_codes, x_scale, x.dtype, order, up, middle, down)
-        return combine(out, order.place, topk_weights.to(torch.float32).contiguous(), order.ends[-1:], out_dtype)
+        tile = tile_of_experts(tokens_of(topk_ids.numel(), len(w13), x.device))
+        order, tiles = sort_in_tiles(topk_ids, expert_map, len(w13), tile.tokens)
+        out = _in_triton(x_codes, x_scale, x.dtype, tile, tiles, up, middle, down)
+        return combine(out, order.place, topk_weights, order.ends[-1:], out_dtype)
+    order = sort_by_expert(topk_ids, expert_map, len(w13))
     both = _by_expert(x_codes[order.rows], x_scale[:, order.rows], up, order.ends)
     out = _by_expert(*_activated(both.to(x.dtype), middle), down, order.ends)
     return weighted_sum(out, order.place, topk_weights, order.ends[-1:], out_dtype)
@@ -197,25 +205,22 @@ def _in_triton(
     x_codes: torch.Tensor,
     x_scale: torch.Tensor,
     dtype: torch.dtype,
-    order: Sorted,
+    tile: Tile,
+    tiles: ExpertTiles,
     up: _Weight,
     middle: _Middle,
     down: _Weight,
 ) -> torch.Tensor:
-    """What the experts make of the rows of `order`, [R, K] in `dtype`; rows of no expert hold anything."""
-    from omniplat.portable.experts_triton import in_place, tiles_of, tokens_of
-    from omniplat.portable.scaled_product_triton import scaled_product, tile_of_experts
-    from omniplat.portable.weight_only_triton import ExpertTiles
-
-    tile = tile_of_experts(tokens_of(len(order.rows), len(up.codes), x_codes.device))
+    """What the experts make of the rows of `tiles`, [R, K] in `dtype`; rows of no expert hold anything."""
+    from omniplat.portable.experts_triton import in_place
+    from omniplat.portable.scaled_product_triton import scaled_product
 
     def product(codes: torch.Tensor, scale: torch.Tensor, weight: _Weight, tiles: ExpertTiles) -> torch.Tensor:
-        y = torch.empty((len(order.rows), weight.codes.shape[1]), dtype=dtype, device=codes.device)
+        y = torch.empty((len(tiles.rows), weight.codes.shape[1]), dtype=dtype, device=codes.device)
         a, b = as_numbers(codes), as_numbers(weight.codes)
         scaled_product(a, b, scale, weight.scale, weight.bias, y, weight.block_rows, tile, tiles)
         return y
 
-    tiles = tiles_of(order, tile.tokens)
     both = product(x_codes, x_scale, up, tiles)
     return product(*_activated(both, middle), down, in_place(tiles))
 

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from omniplat.portable.launch import Launch
-from omniplat.portable.routing import Sorted
 from omniplat.portable.weight_only_triton import (
     ExpertTiles,
     least_tokens,
@@ -52,7 +51,7 @@ def _combine(  # type: ignore[no-untyped-def]
         value = tl.load(
             out + at * columns + k, mask=inside & (at + tl.zeros([BLOCK], dtype=tl.int64) < limit), other=0.0
         ).to(tl.float32)
-        total += value * tl.load(weights + token * SLOTS + slot)
+        total += value * tl.load(weights + token * SLOTS + slot).to(tl.float32)
     tl.store(y + token * columns + k, total.to(y.dtype.element_ty), mask=inside)
 
 
@@ -83,14 +82,14 @@ def activated(both: torch.Tensor, activation: str, limit: float, alpha: float) -
 def combine(
     out: torch.Tensor, place: torch.Tensor, weights: torch.Tensor, held: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Sum over slots of weights [M, T] (f32) times rows `place` [M, T] of `out` [R, K], in f32, to [M, K] in `dtype`.
+    """Sum over slots of weights [M, T] times rows `place` [M, T] of `out` [R, K], in f32, to [M, K] in `dtype`.
 
     Rows from `held` (one int32) on count as 0 and are not read.
     """
     tokens, slots = place.shape
     columns = out.shape[1]
     y = torch.empty((tokens, columns), dtype=dtype, device=out.device)
-    _combine_of(slots)((tokens, -(-columns // _COLUMNS), 1), (out, place, weights, y, held), (columns,))
+    _combine_of(slots)((tokens, -(-columns // _COLUMNS), 1), (out, place, weights.contiguous(), y, held), (columns,))
     return y
 
 
@@ -101,25 +100,9 @@ def tokens_of(rows: int, experts: int, device: torch.device) -> int:
     return min(128, max(least_tokens(device), 1 << (each - 1).bit_length()))
 
 
-def tiles_of(order: Sorted, tokens: int) -> ExpertTiles:
-    """Tiles of at most `tokens` rows, none with rows of two experts: as many as could be needed, the rest empty."""
-    rows, experts = len(order.rows), len(order.ends)
-    ends = order.ends.to(torch.int64)
-    starts = torch.nn.functional.pad(ends[:-1], (1, 0))
-    behind = ((ends - starts + tokens - 1) // tokens).cumsum(0)
-    tile = torch.arange(min(rows, experts) + rows // tokens, device=ends.device)
-    found = torch.searchsorted(behind, tile, right=True)
-    expert = found.clamp(max=experts - 1)
-    within = tile - torch.nn.functional.pad(behind[:-1], (1, 0))[expert]
-    first = starts[expert] + within * tokens
-    end = torch.where(found < experts, torch.minimum(ends[expert], first + tokens), first)
-    parts = [part.to(torch.int32) for part in (order.rows, expert, first, end)]
-    return ExpertTiles(parts[0], parts[1], parts[2], parts[3], tokens)
-
-
 def in_place(tiles: ExpertTiles) -> ExpertTiles:
     """The same tiles over rows that are sorted already."""
-    return replace(tiles, rows=torch.arange(len(tiles.rows), dtype=torch.int32, device=tiles.rows.device))
+    return replace(tiles, gathered=False)
 
 
 def product(x: torch.Tensor, buffers: list[torch.Tensor | None], form: WordForm, tiles: ExpertTiles) -> torch.Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from omniplat.portable.quantize import has_triton
 from omniplat.runtime.routing import local_ids
 
 
@@ -23,6 +24,15 @@ class Sorted:
 
 def sort_by_expert(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int) -> Sorted:
     """`topk_ids` [M, T], -1 for no expert, through `expert_map` (see `MoeKernel.apply`), M > 0."""
+    if topk_ids.device.type != "cpu" and has_triton():
+        from omniplat.portable import routing_triton
+
+        return routing_triton.sort_by_expert(topk_ids, expert_map, experts)
+    return sort_by_expert_torch(topk_ids, expert_map, experts)
+
+
+def sort_by_expert_torch(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int) -> Sorted:
+    """`sort_by_expert` in plain torch."""
     slots = topk_ids.shape[1]
     ids = local_ids(topk_ids.reshape(-1), expert_map)
     ranked, order = torch.sort(torch.where(ids < 0, experts, ids), stable=True)

@@ -44,6 +44,7 @@ def _product(  # type: ignore[no-untyped-def]  # Triton looks annotations up amo
     BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    GATHERED: tl.constexpr,
     BIAS: tl.constexpr,
     INTEGER: tl.constexpr,
     BN: tl.constexpr,
@@ -59,7 +60,7 @@ def _product(  # type: ignore[no-untyped-def]  # Triton looks annotations up amo
     width = tl.minimum(tiles_n - band * BAND, BAND)
     first_n = (band * BAND + (program % (BAND * tiles_m)) % width) * BN
     expert, m, m_inside, x_row = tile_tokens(
-        (program % (BAND * tiles_m)) // width, x_rows, tile_expert, tile_first, tile_end, M, BM, EXPERTS
+        (program % (BAND * tiles_m)) // width, x_rows, tile_expert, tile_first, tile_end, M, BM, EXPERTS, GATHERED
     )
     n, k = first_n + tl.arange(0, BN), tl.arange(0, BK)
     n_inside = n < N
@@ -162,7 +163,9 @@ def scaled_product(
     m, columns = x.shape
     n = codes.shape[-2]
     tiles_m = -(-m // tile.tokens) if tiles is None else tiles.expert.shape[0]
-    launch = _launch_of(tile, columns, block_rows, tiles is not None, bias is not None, codes.dtype == torch.int8)
+    by_expert, gathered = tiles is not None, tiles is not None and tiles.gathered
+    is_integer = codes.dtype == torch.int8
+    launch = _launch_of(tile, columns, block_rows, by_expert, gathered, bias is not None, is_integer)
     launch(
         (-(-n // tile.rows) * tiles_m, 1, 1),
         (
@@ -179,12 +182,15 @@ def scaled_product(
 
 
 @lru_cache(maxsize=1024)
-def _launch_of(tile: Tile, columns: int, block_rows: int, experts: bool, bias: bool, integer: bool) -> Launch:
+def _launch_of(
+    tile: Tile, columns: int, block_rows: int, experts: bool, gathered: bool, bias: bool, integer: bool
+) -> Launch:
     constants = {
         "K": columns,
         "BLOCKS": block_rows > 0,
         "ROWS": block_rows,
         "EXPERTS": experts,
+        "GATHERED": gathered,
         "BIAS": bias,
         "INTEGER": integer,
         "BN": tile.rows,

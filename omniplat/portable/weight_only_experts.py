@@ -121,23 +121,23 @@ def _experts(
         return x.new_empty(x.shape, dtype=out_dtype)
     words = w13[0]
     assert words is not None
-    order = sort_by_expert(topk_ids, expert_map, len(words))
     first, second = decode_form(w13_form), decode_form(w2_form)
     in_triton = x.device.type != "cpu" and has_triton() and x.dtype in (torch.bfloat16, torch.float16)
     if not in_triton:
+        order = sort_by_expert(topk_ids, expert_map, len(words))
         both = _by_expert(x.to(torch.float32)[order.rows], w13, first, order.ends)
         gate, up = both.chunk(2, dim=1)
         out = _by_expert(activate(gate, up, activation, limit, alpha), w2, second, order.ends)
         return weighted_sum(out, order.place, topk_weights, order.ends[-1:], out_dtype)
     from omniplat.portable import experts_triton
+    from omniplat.portable.routing_triton import sort_in_tiles
 
-    tokens = experts_triton.tokens_of(len(order.rows), len(words), x.device)
-    tiles = experts_triton.tiles_of(order, tokens)
+    tokens = experts_triton.tokens_of(topk_ids.numel(), len(words), x.device)
+    order, tiles = sort_in_tiles(topk_ids, expert_map, len(words), tokens)
     both = experts_triton.product(x, w13, first, tiles)
     hidden = experts_triton.activated(both, activation, limit, alpha)
     out = experts_triton.product(hidden, w2, second, experts_triton.in_place(tiles))
-    weights = topk_weights.to(torch.float32).contiguous()
-    return experts_triton.combine(out, order.place, weights, order.ends[-1:], out_dtype)
+    return experts_triton.combine(out, order.place, topk_weights, order.ends[-1:], out_dtype)
 
 
 def _by_expert(

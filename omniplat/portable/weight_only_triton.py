@@ -22,10 +22,10 @@ _NO_TILES = (None,) * 4
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """Which rows of which expert each tile of tokens has: int32.
+    """Which rows of which expert each tile of tokens has.
 
-    `rows` [R], sorted by expert, are rows of x; tile t has those from `first[t]` up to `end[t]`, of `expert[t]`, and
-    at most `tokens` of them.
+    `rows` int64 [R], sorted by expert, are rows of x; tile t has those from `first[t]` up to `end[t]`, of `expert[t]`,
+    and at most `tokens` of them; all int32. Unless `gathered`, x has a row for each of `rows`, sorted as they are.
     """
 
     rows: torch.Tensor
@@ -33,6 +33,7 @@ class ExpertTiles:
     first: torch.Tensor
     end: torch.Tensor
     tokens: int
+    gathered: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +231,7 @@ def weight_only_product(
         row_scale is not None,
         bias is not None,
         tiles is not None,
+        tiles is not None and tiles.gathered,
         x.device,
     )
     scale_stride = scale.shape[-1]
@@ -266,6 +268,7 @@ def _launch_of(
     row_scale: bool,
     bias: bool,
     experts: bool,
+    gathered: bool,
     device: torch.device,
 ) -> Launch:
     bf16 = dtype == torch.bfloat16
@@ -274,6 +277,7 @@ def _launch_of(
         **constants_of(form, bf16, zero, fold, device, held=isinstance(tile, FragmentTile)),
         "K": columns,
         "EXPERTS": experts,
+        "GATHERED": gathered,
         "FOLD": fold,
         "ROW_SCALE": row_scale,
         "BIAS": bias,

@@ -264,6 +264,7 @@ def fragments(
     expert_scales,
     K: gl.constexpr,
     EXPERTS: gl.constexpr,
+    GATHERED: gl.constexpr,
     ASM: gl.constexpr,
     OPERANDS: gl.constexpr,
     EXTRA: gl.constexpr,
@@ -320,7 +321,9 @@ def fragments(
         # nothing to do for a tile without tokens
         steps = gl.where(first_token < end, EACH, 0)
         m = first_token + eight * 8 + g
-        x_row = gl.load(x_rows + m, mask=m < end, other=0).to(gl.int64)
+        x_row = gl.where(m < end, m, 0).to(gl.int64)
+        if GATHERED:
+            x_row = gl.load(x_rows + m, mask=m < end, other=0)
         words += expert * N * word_stride
         scale += expert * expert_scales
         zero += expert * expert_scales

@@ -26,14 +26,16 @@ def _store(value, row_scale, bias, y, n, m, m_inside, N, ROW_SCALE: tl.constexpr
 
 @triton.jit
 def tile_tokens(  # type: ignore[no-untyped-def]
-    tile, x_rows, tile_expert, tile_first, tile_end, M, BM: tl.constexpr, EXPERTS: tl.constexpr
+    tile, x_rows, tile_expert, tile_first, tile_end, M, BM: tl.constexpr, EXPERTS: tl.constexpr, GATHERED: tl.constexpr
 ):
     """Expert, rows of the output, which of them there are, and the rows of x that they come from."""
     if EXPERTS:
         expert = tl.load(tile_expert + tile).to(tl.int64)
         m = tl.load(tile_first + tile) + tl.arange(0, BM)
         inside = m < tl.load(tile_end + tile)
-        row = tl.load(x_rows + m, mask=inside, other=0).to(tl.int64)
+        row = tl.where(inside, m, 0).to(tl.int64)
+        if GATHERED:
+            row = tl.load(x_rows + m, mask=inside, other=0)
     else:
         expert = tl.program_id(0).to(tl.int64) * 0
         m = tile * BM + tl.arange(0, BM)
@@ -65,6 +67,7 @@ def few_tokens(  # type: ignore[no-untyped-def]
     expert_scales,
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
+    GATHERED: tl.constexpr,
     ASM: tl.constexpr,
     OPERANDS: tl.constexpr,
     EXTRA: tl.constexpr,
@@ -97,7 +100,7 @@ def few_tokens(  # type: ignore[no-untyped-def]
     SLICE: tl.constexpr = (K + STRIDE * SLICES - 1) // (STRIDE * SLICES) * STRIDE
     n = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
     expert, m, m_inside, x_row = tile_tokens(
-        tl.program_id(1), x_rows, tile_expert, tile_first, tile_end, M, BM, EXPERTS
+        tl.program_id(1), x_rows, tile_expert, tile_first, tile_end, M, BM, EXPERTS, GATHERED
     )
     d = tl.arange(0, DEPTH)
     k = tl.arange(0, SLICES)[:, None] * SLICE
@@ -180,6 +183,7 @@ def many_tokens(  # type: ignore[no-untyped-def]
     expert_scales,
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
+    GATHERED: tl.constexpr,
     ASM: tl.constexpr,
     OPERANDS: tl.constexpr,
     EXTRA: tl.constexpr,
@@ -213,7 +217,7 @@ def many_tokens(  # type: ignore[no-untyped-def]
     width = tl.minimum(tiles_n - band * BAND, BAND)
     n = (band * BAND + (program % (BAND * tiles_m)) % width) * BN + tl.arange(0, BN)
     expert, m, m_inside, x_row = tile_tokens(
-        (program % (BAND * tiles_m)) // width, x_rows, tile_expert, tile_first, tile_end, M, BM, EXPERTS
+        (program % (BAND * tiles_m)) // width, x_rows, tile_expert, tile_first, tile_end, M, BM, EXPERTS, GATHERED
     )
     d = tl.arange(0, DEPTH)
     n_inside = n < N

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from omniplat.portable.routing import sort_by_expert
+from tests.support.routing import tiles_of
 from tests.support.triton import TRITON_DEVICE, needs_triton
 
 device = TRITON_DEVICE
@@ -59,7 +60,6 @@ def test_int8_by_rows_is_exact(m: int, n: int, k: int) -> None:
 @pytest.mark.parametrize("rows", [128, 64])
 def test_by_expert(rows: int) -> None:
     """Rows of several experts, of nobody, and an expert without rows; the second tile of an expert, too."""
-    from omniplat.portable.experts_triton import tiles_of
     from omniplat.portable.scaled_product_triton import scaled_product, tile_of
 
     experts, n, k = 5, 144, 256

@@ -22,6 +22,7 @@ from omniplat.portable.weight_only_experts import PortableExperts
 from omniplat.runtime.layers import QuantExperts
 from omniplat.runtime.tensors import to_torch
 from omniplat.scheme import Scheme
+from tests.support.routing import tiles_of
 from tests.support.triton import TRITON_DEVICE, needs_cuda, needs_triton
 
 EXPERTS, HIDDEN, INNER, TOP = 5, 128, 192, 2
@@ -166,7 +167,6 @@ def test_a_graph_replays() -> None:
 @pytest.mark.parametrize("slices", [0, 2])
 def test_the_triton_form_by_expert(weight_id: str, slices: int, device: str) -> None:
     """The product alone, as the interpreter runs it: rows of every expert, of nobody, and of an expert without rows."""
-    from omniplat.portable.experts_triton import tiles_of
     from omniplat.portable.weight_only_triton import Tile, weight_only_product
     from omniplat.portable.word_weights import decode_form
 

@@ -30,6 +30,7 @@ from omniplat.scheme import Scheme
 from tests.portable.test_weight_only import DTYPES, SCHEMES, check, layer_of, weight_of
 from tests.support.compile_for import compiled
 from tests.support.gluon import Interpreted
+from tests.support.routing import tiles_of
 from tests.support.triton import needs_cuda
 
 if TYPE_CHECKING:
@@ -297,7 +298,6 @@ def test_rows_with_gaps(weight_id: str, first: int) -> None:
 )
 def test_by_expert(weight_id: str, tokens: int, columns: int) -> None:
     """Rows of every expert, of nobody, and of an expert without rows, whose tiles are empty."""
-    from omniplat.portable.experts_triton import tiles_of
     from omniplat.portable.weight_only_triton import FragmentTile, tile_of_experts
 
     experts, rng = 4, np.random.default_rng(0)

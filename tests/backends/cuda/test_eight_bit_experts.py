@@ -26,6 +26,7 @@ from omniplat.runtime.layers import QuantExperts
 from omniplat.runtime.tensors import to_torch
 from omniplat.scheme import Scheme
 from tests.backends.cuda.building import CAPABILITIES, DTYPES, each_device
+from tests.support.routing import tiles_of
 from tests.support.triton import TRITON_DEVICE, needs_cuda, needs_triton
 
 #: Neither size is a multiple of a block or of a tile.
@@ -122,7 +123,9 @@ def test_the_products_in_triton(kernel: str, scheme: str, rows: int, device: str
     """Both products, with rows of nobody, against those of the plain form. FP8 units keep less of a sum than f32, which
     moves some values of the middle to the next code."""
     from omniplat.portable import eight_bit_experts as form
+    from omniplat.portable.experts_triton import tokens_of
     from omniplat.portable.routing import sort_by_expert
+    from omniplat.portable.scaled_product_triton import tile_of_experts
     from omniplat.runtime.quant_text import decode_quant
 
     layer = layer_of(kernel, *weights_of(scheme), device)
@@ -134,7 +137,9 @@ def test_the_products_in_triton(kernel: str, scheme: str, rows: int, device: str
     ids[::3, 0] = -1
     order = sort_by_expert(ids, None, EXPERTS)
     codes, scale = form.quantized(tokens(rows).to(device), decode_quant(config.first), None)
-    found = form._in_triton(codes, scale, torch.float32, order, up, middle, down)
+    tile = tile_of_experts(tokens_of(ids.numel(), EXPERTS, ids.device))
+    tiles = tiles_of(order, tile.tokens)
+    found = form._in_triton(codes, scale, torch.float32, tile, tiles, up, middle, down)
     both = form._by_expert(codes[order.rows], scale[:, order.rows], up, order.ends)
     plain = form._by_expert(*form._activated(both, middle), down, order.ends)
     count = int(order.ends[-1])

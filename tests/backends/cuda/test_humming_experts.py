@@ -233,7 +233,7 @@ class TestAlignment:
         from omniplat_cuda.kernels.align_triton import align
 
         ids = torch.randint(-1, experts, (rows, slots), generator=torch.Generator().manual_seed(rows))
-        tiles = align(ids.to(TRITON_DEVICE), experts, tile)
+        tiles = align(ids.to(TRITON_DEVICE), None, experts, tile)
         ordered, expert, count = (part.cpu() for part in tiles.routing)
         flat, pairs = ids.flatten(), ids.numel()
         wanted, of_tile = [], []

@@ -11,9 +11,15 @@ import triton
 import triton.language as tl
 
 from omniplat.portable.launch import Launch
-
-#: Pairs that a program looks at in one step.
-_CHUNK = 1024
+from omniplat.portable.routing_triton import (
+    TILES,
+    count,
+    counted,
+    expert_of_tile,
+    experts_of,
+    rank_of,
+    tiles_of_experts,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,68 +37,58 @@ class Tiles:
     pairs: torch.Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "known", "chunks", "tiles"])
 def _align(  # type: ignore[no-untyped-def]  # Triton looks annotations up among its own types
-    ids, ordered, tile_expert, numbers, place, pairs,
-    EXPERTS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr, CHUNK: tl.constexpr,
-    STEPS: tl.constexpr,
+    ids, expert_map, counts, ordered, tile_expert, numbers, place,
+    pairs, known, chunks, tiles,
+    EXPERTS: tl.constexpr, MAPPED: tl.constexpr, COUNTED: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
+    STEP: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr,
 ) -> None:  # fmt: skip
-    # a program for each expert, and one for the pairs of nobody
     own = tl.program_id(0)
-    bins = tl.arange(0, BINS)
-    counts = tl.zeros([BINS], dtype=tl.int32)
-    for step in range(STEPS):
-        at = step * CHUNK + tl.arange(0, CHUNK)
-        expert = tl.load(ids + at, mask=at < pairs, other=-1).to(tl.int32)
-        counts += tl.histogram(tl.where(expert < 0, EXPERTS, expert), BINS)
-    tiles = (counts + ROWS - 1) // ROWS
-    before = tl.sum(tl.where(bins < own, tiles, 0))
-    count = tl.sum(tl.where(bins == own, counts, 0))
-    owned = tl.sum(tl.where(bins == own, tiles, 0))
-    if own == EXPERTS:
-        tl.store(numbers, before * ROWS)
+    total, before = counted(
+        ids, expert_map, counts, own, pairs, known, chunks, EXPERTS, MAPPED, COUNTED, BINS, CHUNK, STEP
+    )
+    held, behind = tiles_of_experts(total, ROWS, EXPERTS, BINS)
+    first_tile = behind - held
+    if own == 0:
+        tl.store(numbers, tl.sum(held, 0) * ROWS)
         tl.store(numbers + 1, pairs)
-    written = 0
-    for step in range(STEPS):
-        at = step * CHUNK + tl.arange(0, CHUNK)
-        expert = tl.load(ids + at, mask=at < pairs, other=EXPERTS + 1).to(tl.int32)
-        expert = tl.where(expert < 0, EXPERTS, expert)
-        mine = expert == own
-        found = expert < EXPERTS
-        rank = written + tl.cumsum(mine.to(tl.int32), 0) - 1
-        tl.store(ordered + before * ROWS + rank, at, mask=mine & found)
-        tl.store(tile_expert + before + rank // ROWS, expert, mask=mine & found & (rank % ROWS == 0))
-        tl.store(place + at, tl.where(found, at, pairs), mask=mine)
-        written += tl.sum(mine.to(tl.int32))
-    if own < EXPERTS:
-        rest = count + tl.arange(0, FILL)
-        tl.store(ordered + before * ROWS + rest, tl.zeros([FILL], dtype=tl.int32) + pairs, mask=rest < owned * ROWS)
+    if own < chunks:
+        at = own * CHUNK + tl.arange(0, CHUNK)
+        expert = experts_of(ids, expert_map, at, pairs, known, EXPERTS, MAPPED)
+        to = tl.gather(first_tile * ROWS + before, expert, 0) + rank_of(expert, CHUNK)
+        tl.store(ordered + to, at, mask=expert < EXPERTS)
+        tl.store(place + at, tl.where(expert < EXPERTS, at, pairs), mask=at < pairs)
+    tile = own * TILES + tl.arange(0, TILES)
+    expert = expert_of_tile(tile, behind, EXPERTS, BINS)
+    found = (expert < EXPERTS) & (tile < tiles)
+    tl.store(tile_expert + tile, expert, mask=found)
+    # what the last tile of an expert has no pairs for
+    left = tl.gather(total, expert, 0) - (tile - tl.gather(first_tile, expert, 0)) * ROWS
+    row = tl.arange(0, FILL)[None, :]
+    free = found[:, None] & (row >= left[:, None]) & (row < ROWS)
+    tl.store(ordered + tile[:, None] * ROWS + row, tl.zeros([TILES, FILL], dtype=tl.int32) + pairs, mask=free)
 
 
 @lru_cache(maxsize=1024)
-def _align_of(experts: int, rows: int, chunk: int, steps: int) -> Launch:
-    constants = {
-        "EXPERTS": experts,
-        "BINS": triton.next_power_of_2(experts + 1),
-        "ROWS": rows,
-        "FILL": triton.next_power_of_2(rows),
-        "CHUNK": chunk,
-        "STEPS": steps,
-    }
-    return Launch(_align, constants, num_warps=4)
+def _align_of(constants: tuple[tuple[str, int], ...], rows: int) -> Launch:
+    own = {"TILES": TILES, "ROWS": rows, "FILL": triton.next_power_of_2(rows)}
+    return Launch(_align, {**dict(constants), **own}, num_warps=4)
 
 
-def align(ids: torch.Tensor, experts: int, rows: int) -> Tiles:
-    """`ids` int32 or int64 [M, T], numbers of experts or negative for none, in tiles of `rows` pairs."""
-    ids = ids.contiguous()
-    pairs = ids.numel()
+def align(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int, rows: int) -> Tiles:
+    """`topk_ids` int32 or int64 [M, T], -1 for no expert, through `expert_map`, in tiles of `rows` pairs."""
+    found = count(topk_ids, expert_map, experts)
+    device, pairs = found.ids.device, found.ids.numel()
     tiles = min(pairs, experts) + pairs // rows
-    ordered = torch.empty(tiles * rows, dtype=torch.int32, device=ids.device)
-    tile_expert = torch.empty(tiles, dtype=torch.int32, device=ids.device)
-    numbers = torch.empty(2, dtype=torch.int32, device=ids.device)
-    place = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
-    chunk = min(_CHUNK, max(64, triton.next_power_of_2(pairs)))
-    steps = triton.next_power_of_2(triton.cdiv(pairs, chunk))
-    kernel = _align_of(experts, rows, chunk, steps)
-    kernel((experts + 1, 1, 1), (ids, ordered, tile_expert, numbers, place), (pairs,))
+    ordered = torch.empty(tiles * rows, dtype=torch.int32, device=device)
+    tile_expert = torch.empty(tiles, dtype=torch.int32, device=device)
+    numbers = torch.empty(2, dtype=torch.int32, device=device)
+    place = torch.empty(topk_ids.shape, dtype=torch.int32, device=device)
+    kernel = _align_of(found.constants, rows)
+    kernel(
+        (max(found.chunks, -(-tiles // TILES)), 1, 1),
+        (found.ids, found.expert_map, found.counts, ordered, tile_expert, numbers, place),
+        (*found.numbers, tiles),
+    )
     return Tiles((ordered, tile_expert, numbers[:1]), place, numbers[1:])

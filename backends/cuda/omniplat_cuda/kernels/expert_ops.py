@@ -46,8 +46,7 @@ def _experts(
     if x.is_cuda and has_triton():
         from omniplat.portable.experts_triton import combine
 
-        weights = topk_weights.to(torch.float32).contiguous()
-        return combine(out, order.place, weights, order.ends[-1:], out_dtype)
+        return combine(out, order.place, topk_weights, order.ends[-1:], out_dtype)
     return weighted_sum(out, order.place, topk_weights, order.ends[-1:], out_dtype)
 
 

@@ -21,7 +21,6 @@ from omniplat.runtime.activate import activate
 from omniplat.runtime.declared import require_declared
 from omniplat.runtime.kernel import MoeKernel, Prepared
 from omniplat.runtime.operators import experts_fake, new_library, register
-from omniplat.runtime.routing import local_ids
 from omniplat.runtime.tensors import WeightTensors
 from omniplat_cuda.capabilities import humming as declared
 from omniplat_cuda.kernels.humming import aligned, laid_out
@@ -154,18 +153,17 @@ def _on_device(
     first_form, second_form = decode_form(w13_form), decode_form(w2_form)
     experts = first_form.experts
     slots = topk_ids.shape[1]
-    ids = topk_ids if expert_map is None else local_ids(topk_ids, expert_map)
     # of ranks that share the experts, each has its part of the pairs
     pairs = topk_ids.numel() if expert_map is None else -(-topk_ids.numel() * experts // len(expert_map))
     bucket, device = bucket_of(pairs, "indexed"), x.get_device()
     first, second = (Key(layer, "indexed", bucket, device) for layer in (w13_layer, w2_layer))
-    tiles = align(ids, experts, tile_rows(first))
+    tiles = align(topk_ids, expert_map, experts, tile_rows(first))
     both = _product(first, first_form, aligned(x, first_form.dtype), w13, tiles, slots)
     hidden = activated(both, activation, limit, alpha)
     if tile_rows(second) != tile_rows(first):
-        tiles = align(ids, experts, tile_rows(second))
+        tiles = align(topk_ids, expert_map, experts, tile_rows(second))
     out = _product(second, second_form, hidden, w2, tiles, 1)
-    return combine(out, tiles.place, topk_weights.to(torch.float32).contiguous(), tiles.pairs, out_dtype)
+    return combine(out, tiles.place, topk_weights, tiles.pairs, out_dtype)
 
 
 def _product(
