@@ -191,17 +191,19 @@ def test_the_triton_form_by_expert(weight_id: str, slices: int, device: str) -> 
 
 
 @pytest.mark.parametrize("device", [pytest.param(TRITON_DEVICE, marks=needs_triton)])
-def test_rows_that_nobody_computed_are_not_read(device: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_nobody_computed_are_not_read(device: str, dtype: torch.dtype) -> None:
     from omniplat.portable.experts_triton import combine
     from omniplat.portable.routing import weighted_sum
 
     out = torch.randn(6, 40, device=device)
     out[4:] = torch.nan
     place = torch.tensor([[0, 3], [4, 1], [5, 2]], device=device)
-    weights, held = torch.rand(3, 2, device=device), torch.tensor([4], dtype=torch.int32, device=device)
+    weights = torch.rand(2, 3, device=device).to(dtype).t()
+    held = torch.tensor([4], dtype=torch.int32, device=device)
     y = combine(out, place, weights, held, torch.float32)
     kept = torch.where((place < 4)[:, :, None], out[place], 0.0)
-    torch.testing.assert_close(y, (kept * weights[:, :, None]).sum(1))
+    torch.testing.assert_close(y, (kept * weights.float()[:, :, None]).sum(1))
     torch.testing.assert_close(weighted_sum(out, place, weights, held, torch.float32), y)
 
 

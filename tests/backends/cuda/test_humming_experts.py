@@ -229,11 +229,21 @@ class TestAlignment:
     pytestmark = needs_triton
 
     @pytest.mark.parametrize(("rows", "slots", "experts", "tile"), [(1, 8, 64, 8), (33, 2, 6, 40), (700, 4, 5, 48)])
-    def test_pairs_come_in_tiles_of_one_expert(self, rows: int, slots: int, experts: int, tile: int) -> None:
+    @pytest.mark.parametrize("mapped", [False, True])
+    def test_pairs_come_in_tiles_of_one_expert(
+        self, rows: int, slots: int, experts: int, tile: int, mapped: bool
+    ) -> None:
         from omniplat_cuda.kernels.align_triton import align
 
         ids = torch.randint(-1, experts, (rows, slots), generator=torch.Generator().manual_seed(rows))
-        tiles = align(ids.to(TRITON_DEVICE), None, experts, tile)
+        if mapped:
+            # every other rank's are the odd ones
+            expert_map = torch.full((2 * experts,), -1, dtype=torch.int32)
+            expert_map[::2] = torch.arange(experts, dtype=torch.int32)
+            globally = torch.where(ids < 0, 1, 2 * ids).to(TRITON_DEVICE)
+            tiles = align(globally, expert_map.to(TRITON_DEVICE), experts, tile)
+        else:
+            tiles = align(ids.to(TRITON_DEVICE), None, experts, tile)
         ordered, expert, count = (part.cpu() for part in tiles.routing)
         flat, pairs = ids.flatten(), ids.numel()
         wanted, of_tile = [], []
