@@ -18,8 +18,9 @@ from omniplat.portable.launch import Launch, is_collecting
 from omniplat.portable.routing import Sorted
 from omniplat.portable.weight_only_triton import ExpertTiles
 
-#: Pairs of a program: each is compared with each.
-_FEW, _CHUNK = 64, 128
+#: Pairs of a program, each of which is compared with each: more of many pairs, so that there are fewer counts. As
+#: measured on an H200, like the next; see docs/performance.md.
+_CHUNK, _LARGE_CHUNK, _MANY = 64, 256, 4096
 #: Programs count for themselves up to so many chunks.
 _MOST_CHUNKS = 8
 #: Counts that a program adds up in one step.
@@ -139,7 +140,7 @@ class Counted:
     """Pairs that a kernel is to place in `chunks` of its programs.
 
     `ids`, `expert_map` and `counts` are tensors it takes and `numbers` the pairs, the experts of the map and the
-    chunks; `constants` are those of `counted`.
+    chunks; `constants` are those of `counted`, and `warps` those of a program.
     """
 
     ids: torch.Tensor
@@ -149,6 +150,7 @@ class Counted:
     chunks: int
     numbers: tuple[int, int, int]
     constants: tuple[tuple[str, int], ...]
+    warps: int
 
 
 @lru_cache(maxsize=1024)
@@ -158,8 +160,8 @@ def _count_of(experts: int, mapped: bool, bins: int, chunk: int) -> Launch:
 
 
 @lru_cache(maxsize=1024)
-def _sort_of(constants: tuple[tuple[str, int], ...], tiles: int) -> Launch:
-    return Launch(_sort, {**dict(constants), "TILES": tiles}, num_warps=4)
+def _sort_of(constants: tuple[tuple[str, int], ...], warps: int, tiles: int) -> Launch:
+    return Launch(_sort, {**dict(constants), "TILES": tiles}, num_warps=warps)
 
 
 def count(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int) -> Counted:
@@ -168,7 +170,7 @@ def count(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int)
     pairs = ids.numel()
     known = 0 if expert_map is None else len(expert_map)
     bins = triton.next_power_of_2(experts + 2)
-    chunk = _FEW if pairs <= _FEW else _CHUNK
+    chunk = _CHUNK if pairs <= _MANY else _LARGE_CHUNK
     chunks = -(-pairs // chunk)
     counts = None
     if chunks > _MOST_CHUNKS:
@@ -183,7 +185,9 @@ def count(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int)
         "CHUNK": chunk,
         "STEP": max(1, _COUNTS // bins),
     }
-    return Counted(ids, expert_map, counts, experts, chunks, (pairs, known, chunks), tuple(constants.items()))
+    numbers = (pairs, known, chunks)
+    warps = 8 if counts is None else 4
+    return Counted(ids, expert_map, counts, experts, chunks, numbers, tuple(constants.items()), warps)
 
 
 def sort_by_expert(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int) -> Sorted:
@@ -211,7 +215,7 @@ def _sorted(found: Counted, shape: torch.Size, tokens: int) -> tuple[Sorted, lis
     ends = empty(found.experts, dtype=torch.int32, device=device)
     tiles = min(pairs, found.experts) + pairs // tokens if tokens else 0
     parts = [empty(tiles, dtype=torch.int32, device=device) for _ in range(3)] if tokens else []
-    kernel = _sort_of(found.constants, TILES if tokens else 0)
+    kernel = _sort_of(found.constants, found.warps, TILES if tokens else 0)
     kernel(
         (max(found.chunks, -(-tiles // TILES)), 1, 1),
         (found.ids, found.expert_map, found.counts, rows, place, ends, *(parts or (None,) * 3)),

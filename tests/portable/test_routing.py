@@ -13,8 +13,8 @@ from tests.support.routing import tiles_of
 from tests.support.triton import TRITON_DEVICE, needs_cuda, needs_triton
 
 pytestmark = needs_triton
-#: Rows, slots, experts. Pairs of one program and of several; those beyond 2048 are counted before they are placed.
-SIZES = [(1, 1, 1), (1, 8, 64), (8, 8, 6), (13, 5, 7), (129, 2, 130), (1027, 2, 3), (300, 8, 300)]
+#: Rows, slots, experts: pairs of one program and of several, that count for themselves and that do not, and many.
+SIZES = [(1, 1, 1), (1, 8, 64), (8, 8, 6), (13, 5, 7), (129, 2, 130), (300, 8, 300), (2053, 2, 3), (1, 4099, 65)]
 IDS = {
     "any": lambda pairs, experts: torch.randint(-1, experts, (pairs,)),
     "of one": lambda pairs, experts: torch.full((pairs,), experts - 1),

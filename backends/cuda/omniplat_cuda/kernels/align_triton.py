@@ -71,9 +71,9 @@ def _align(  # type: ignore[no-untyped-def]  # Triton looks annotations up among
 
 
 @lru_cache(maxsize=1024)
-def _align_of(constants: tuple[tuple[str, int], ...], rows: int) -> Launch:
+def _align_of(constants: tuple[tuple[str, int], ...], warps: int, rows: int) -> Launch:
     own = {"TILES": TILES, "ROWS": rows, "FILL": triton.next_power_of_2(rows)}
-    return Launch(_align, {**dict(constants), **own}, num_warps=4)
+    return Launch(_align, {**dict(constants), **own}, num_warps=warps)
 
 
 def align(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int, rows: int) -> Tiles:
@@ -85,7 +85,7 @@ def align(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int,
     tile_expert = torch.empty(tiles, dtype=torch.int32, device=device)
     numbers = torch.empty(2, dtype=torch.int32, device=device)
     place = torch.empty(topk_ids.shape, dtype=torch.int32, device=device)
-    kernel = _align_of(found.constants, rows)
+    kernel = _align_of(found.constants, found.warps, rows)
     kernel(
         (max(found.chunks, -(-tiles // TILES)), 1, 1),
         (found.ids, found.expert_map, found.counts, ordered, tile_expert, numbers, place),
