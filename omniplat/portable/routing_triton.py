@@ -168,7 +168,9 @@ def count(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int)
     """What kernels that place the pairs of `topk_ids` need: counts of chunks, where there are many."""
     ids = topk_ids.contiguous()
     pairs = ids.numel()
-    known = 0 if expert_map is None else len(expert_map)
+    known = 0
+    if expert_map is not None:
+        expert_map, known = expert_map.contiguous(), len(expert_map)
     bins = triton.next_power_of_2(experts + 2)
     chunk = _CHUNK if pairs <= _MANY else _LARGE_CHUNK
     chunks = -(-pairs // chunk)

@@ -89,7 +89,7 @@ def test_ids_that_lie_apart_and_that_no_expert_has() -> None:
     assert order.rows.tolist() == [0, 2, 1, 2, 0, 1]
     assert order.place.tolist() == [[4, 0], [2, 5], [1, 3]]
     assert order.ends.tolist() == [2, 4, 5]
-    beyond = torch.tensor([0, 1], dtype=torch.int32, device=TRITON_DEVICE)
+    beyond = torch.tensor([0, -1, 1, -1], dtype=torch.int32, device=TRITON_DEVICE)[::2]
     assert routing_triton.sort_by_expert(ids, beyond, 2).ends.tolist() == [2, 4]
 
 
