@@ -11,7 +11,7 @@ import triton.language as tl
 from omniplat.portable.launch import Launch
 from omniplat.portable.mx_grid import GROUP, HEADROOM, LEAST_EXPONENT
 from omniplat.portable.quantize_triton import converts_fp8
-from omniplat.portable.rows_triton import e4m3_codes, row_values, tile_of
+from omniplat.portable.rows_triton import e4m3_codes, launches_early, release_next, row_values, tile_of
 from omniplat.scheme import TensorQuant
 
 
@@ -42,6 +42,7 @@ def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among 
     GATED: tl.constexpr,
     PRE: tl.constexpr,
     HARDWARE: tl.constexpr,
+    EARLY: tl.constexpr,
     GROUP: tl.constexpr,
     HEADROOM: tl.constexpr,
     LEAST: tl.constexpr,
@@ -49,6 +50,7 @@ def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among 
     CHUNKS: tl.constexpr,
 ):
     GROUPS: tl.constexpr = WIDTH // GROUP
+    release_next(EARLY)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, WIDTH)
     held = ()
@@ -121,6 +123,7 @@ def _launch_of(quant: TensorQuant, columns: int, gated: bool, pre: bool, device:
         "GATED": gated,
         "PRE": pre,
         "HARDWARE": converts_fp8(device),
+        "EARLY": launches_early(device),
         "GROUP": GROUP,
         "HEADROOM": HEADROOM,
         "LEAST": LEAST_EXPONENT,

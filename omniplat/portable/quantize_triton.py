@@ -16,7 +16,7 @@ import triton.language as tl
 
 from omniplat.portable.launch import Launch
 from omniplat.portable.quantize import divisor, least_scale
-from omniplat.portable.rows_triton import row_values, saturated_codes, tile_of
+from omniplat.portable.rows_triton import launches_early, release_next, row_values, saturated_codes, tile_of
 from omniplat.scheme import TensorQuant
 
 
@@ -38,9 +38,11 @@ def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among 
     GIVEN: tl.constexpr,
     RECIPROCAL: tl.constexpr,
     HARDWARE: tl.constexpr,
+    EARLY: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
+    release_next(EARLY)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, WIDTH)
     held = ()
@@ -151,6 +153,7 @@ def _form_of(quant: TensorQuant, columns: int, gated: bool, pre: bool, given: bo
         "GIVEN": given,
         "RECIPROCAL": not given and quant.scale_rule == "absmax-reciprocal",
         "HARDWARE": converts_fp8(device),
+        "EARLY": launches_early(device),
         "WIDTH": tile.width,
         "CHUNKS": tile.chunks,
     }

@@ -1,4 +1,5 @@
-"""What the kernels that quantize activations share: how a program takes its row, and e4m3 codes without units for them.
+"""What the kernels that quantize activations share: how a program takes its row, e4m3 codes without units for them, and
+that what follows may start.
 
 A program holds its row in registers, as chunks of a power of two of columns: nothing is computed for columns that are
 not there, as it would be with a row of 3072 in 4096. Imports triton.
@@ -7,13 +8,35 @@ not there, as it would be with a row of 3072 in 4096. Imports triton.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
+import torch
 import triton
 import triton.language as tl
 
 
+@lru_cache(maxsize=64)
+def launches_early(device: torch.device) -> bool:
+    """True on NVIDIA's devices that may start a kernel before the one ahead of it has ended: from sm90 on."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @triton.jit
-def row_values(  # type: ignore[no-untyped-def]  # Triton looks annotations up among its own types
+def release_next(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton looks annotations up among its own types
+    """If EARLY, which is `launches_early`, the next kernel on the stream may start once all programs have come here.
+
+    That is for kernels launched so that they may, which wait by themselves before they take what this one writes
+    (CUDA's programmatic dependent launch); others start when this one is complete.
+    """
+    if EARLY:
+        # an operand that is not used: Triton knows no instructions without a result
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def row_values(  # type: ignore[no-untyped-def]
     x, pre, columns, k, GATED: tl.constexpr, PRE: tl.constexpr
 ):
     """Columns `k` of the row at `x`, in f32: silu(left half) * right half if GATED, by `pre` if PRE; 0 past its end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from tests.support.triton import needs_compiler, needs_cuda, run_without_interpr
 if has_triton():
     from omniplat.portable.compilation import Compilation, compile_calls
     from omniplat.portable.launch import Launch, collected
+    from tests.backends.cuda.overtaking import overtaking
     from tests.support.standin import StandIn, standing_in
 
 
@@ -170,6 +172,28 @@ def test_every_tile(
         torch.testing.assert_close(found, wanted.to(out_dtype), rtol=0, atol=0)
 
 
+@needs_cuda
+@pytest.mark.parametrize(("rows", "columns", "tokens"), [(272, 416, 3000), (12288, 3072, 1000)])
+def test_it_waits_for_what_is_ahead_of_it(rows: int, columns: int, tokens: int) -> None:
+    from omniplat_cuda.kernels import decoded_gluon
+
+    require_product("fp8_decoded_mxfp4", "cuda")
+    stored = to_torch(weight_of(rows, columns, 3, 5), device=torch.device("cuda"))
+    below, scale = row_binades(stored)
+    words, shifts = to_words(stored.tensors["codes"].view(torch.uint8)), to_shifts(below)
+    tile = decoded_gluon.tile_of(tokens, rows, words.device)
+
+    def product(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
+        row_scale = scale.reshape(1, -1)
+        return decoded_gluon.decoded_product(x, words, shifts, x_scale, row_scale, None, torch.bfloat16, False, tile)
+
+    x, x_scale = torch.randn(tokens, columns, device="cuda"), torch.rand(tokens, 1, device="cuda")
+    codes = x.to(torch.float8_e4m3fn).view(torch.uint8)
+    wanted = product(codes, x_scale)
+    for found in overtaking(product, codes, x_scale):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """No device, which is taken for an H200 with its multiprocessors."""
@@ -258,6 +282,11 @@ def test_it_compiles_for_hopper(
     assert all(line.count("{") == 2 for line in products)
     assert kernel.metadata.shared <= 232448
     assert resources(kernel, tmp_path).stack == 0
+    # all groups of warps wait for the kernel ahead of theirs
+    assert kernel.metadata.launch_pdl
+    before, *after = kernel.asm["ptx"].split("griddepcontrol.wait")
+    assert len(after) == 1 + tile.rows // 64
+    assert not re.search(r"\b(ld|st)\.global|cp\.async\.bulk\.tensor", before)
 
 
 @needs_compiler

@@ -6,6 +6,7 @@ file runs in a process without.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from omniplat.portable.quantize import has_triton
-from omniplat.scheme import Scheme
+from omniplat.scheme import Scheme, parse_activation_id
 from tests.backends.cuda.building import layer_of, needs_gluon, weight_of
 from tests.support.cubin import Resources, resources
 from tests.support.triton import needs_compiler, needs_cuda, run_without_interpreter
@@ -25,10 +26,12 @@ from tests.support.triton import needs_compiler, needs_cuda, run_without_interpr
 if has_triton():
     import triton
     from omniplat_cuda.kernels import int8_gemm
+    from triton.backends.compiler import GPUTarget
 
     from omniplat.portable import int8_gemm_triton
     from omniplat.portable.compilation import Compilation, compile_calls
     from omniplat.portable.launch import collected
+    from tests.backends.cuda.overtaking import overtaking
     from tests.support.standin import StandIn, standing_in
 
     HAS_HOPPER = torch.cuda.is_available() and int8_gemm.is_hopper(torch.device("cuda", 0))
@@ -116,6 +119,22 @@ def test_a_graph_replays_and_streams_share_a_layer() -> None:
     torch.testing.assert_close(y, wanted[1], rtol=0, atol=0)
 
 
+@needs_cuda
+@needs_hopper
+@pytest.mark.parametrize("one_token_scale", [False, True])
+def test_it_waits_for_what_is_ahead_of_it(one_token_scale: bool) -> None:
+    from omniplat_cuda.kernels.int8_gemm_hopper import int8_product
+
+    x, codes, x_scale, scale, bias = operands(600, 264, 2064, one_token_scale, torch.bfloat16, "cuda")
+
+    def product(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
+        return int8_product(x, codes, x_scale, scale, bias, torch.bfloat16)
+
+    wanted = product(x, x_scale)
+    for found in overtaking(product, x, x_scale):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """Nothing is compiled yet, and nothing that was compiled here is left to a real device."""
@@ -160,7 +179,8 @@ def test_it_is_compiled_ahead(
 @needs_compiler
 @needs_gluon
 def test_what_it_is_compiled_to(driver: StandIn, tmp_path: Path) -> None:
-    """Products of a warpgroup in int8, as wide as the tile, within the registers and the shared memory of an sm90."""
+    """Products of a warpgroup in int8, as wide as the tile, within the registers and the shared memory of an sm90. All
+    three groups of warps wait for the kernel ahead of theirs."""
     from omniplat_cuda.kernels import int8_gemm_hopper
 
     found: list[Any] = []
@@ -174,6 +194,61 @@ def test_what_it_is_compiled_to(driver: StandIn, tmp_path: Path) -> None:
     assert compiled.metadata.shared <= 227 * 1024
     # three groups of four warps start with all there are
     assert resources(compiled, tmp_path) == Resources(registers=168, stack=0)
+    assert compiled.metadata.launch_pdl
+    before, *after = compiled.asm["ptx"].split("griddepcontrol.wait")
+    assert len(after) == 3
+    assert not re.search(r"\b(ld|st)\.global|cp\.async\.bulk\.tensor", before)
+
+
+@needs_compiler
+@pytest.mark.parametrize("activation", ["int8-token", "fp8-tensor-static", "mxfp4"])
+@pytest.mark.parametrize("early", [True, False])
+def test_quantizers_let_it_start(monkeypatch: pytest.MonkeyPatch, activation: str, early: bool) -> None:
+    """Before they read: the instruction is of sm90, so that it is nowhere else."""
+    from omniplat.portable import mx_grid_triton, quantize_triton
+
+    quant = parse_activation_id(activation)
+    assert quant is not None
+    for module in (mx_grid_triton, quantize_triton):
+        monkeypatch.setattr(module, "launches_early", lambda device: early)
+    x, given = torch.zeros(4, 256, dtype=torch.bfloat16), None if quant.dynamic else torch.ones(1, 1)
+    found: list[Any] = []
+    compiling = SimpleNamespace(collect=lambda launch, arguments: found.append(launch.compile(arguments)))
+
+    def forget() -> None:
+        for cached in (mx_grid_triton._launch_of, quantize_triton._form_of):
+            cached.cache_clear()
+        for kernel in (mx_grid_triton._rows, quantize_triton._rows):
+            kernel.device_caches.clear()
+
+    # what is compiled depends on the device, which Triton keeps with it
+    forget()
+    with standing_in(StandIn(GPUTarget("cuda", 90 if early else 89, 32))), collected(compiling):
+        if quant.scale_format == "e8m0":
+            mx_grid_triton.regroup_rows(x, quant, None)
+        else:
+            quantize_triton.quantize_rows(x, quant, None, given)
+    forget()
+    before, *after = found[0].asm["ptx"].split("griddepcontrol.launch_dependents")
+    assert len(after) == early
+    assert ("ld.global" in before) != early
+
+
+@needs_installed
+@pytest.mark.parametrize(
+    ("capability", "hip", "found"),
+    [((9, 0), None, True), ((12, 0), None, True), ((8, 9), None, False), ((9, 4), "7.0", False)],
+)
+def test_which_devices_start_kernels_early(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None, found: bool
+) -> None:
+    from omniplat.portable.rows_triton import launches_early
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    # past the cache, which other tests' devices are in
+    assert launches_early.__wrapped__(torch.device("cuda", 0)) == found
+    assert not launches_early(torch.device("cpu"))
 
 
 @needs_installed

@@ -3,7 +3,8 @@
 The product is computed transposed: a tile of rows of the weight, 64 for each of one or two groups of warps, is the left
 operand, which Hopper's tensor core takes from registers; a tile of tokens is the right one, in shared memory. Another
 group's warp fetches both with the device's copy engine, some steps ahead. Half a block of columns is decoded while the
-other half is multiplied. Programs stay and take tile after tile.
+other half is multiplied. Programs stay and take tile after tile. They start while the quantizer ends: see
+`omniplat_cuda.kernels.predecessor`.
 
 Gluon is experimental, and its names differ between releases of Triton: see `hopper_copies`. Imports triton.
 """
@@ -27,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from omniplat.portable.launch import Describe, Launch
+from omniplat_cuda.kernels import predecessor
 from omniplat_cuda.kernels.decoded_ptx import CONSTRAINTS, decoder
 from omniplat_cuda.kernels.decoded_words import BLOCK
 from omniplat_cuda.kernels.hopper_copies import async_load, async_store
@@ -57,6 +59,7 @@ def _producer(  # type: ignore[no-untyped-def]
     BN: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    predecessor.wait()
     x_tiles, word_tiles, shift_tiles = fetched
     full, empty = barriers
     tiles, tiles_m, _, _ = sizes
@@ -150,6 +153,7 @@ def _consumer(  # type: ignore[no-untyped-def]
     SECOND: gl.constexpr,
     OPERANDS: gl.constexpr,
 ):
+    predecessor.wait()
     x_tiles, word_tiles, shift_tiles = fetched
     full, empty = barriers
     tiles, tiles_m, _, _ = sizes
@@ -368,7 +372,7 @@ def _launch_of(tile: Tile, blocks: int, wide: bool, even: bool, bias: bool, out_
     if copied:
         described[3] = _described(tile.written, ROWS, 128, bits=16)
     # a product and a sum that become one operation would round once where torch's form rounds twice
-    return Launch(_product, constants, described=described, num_warps=4, enable_fp_fusion=False)
+    return Launch(_product, constants, described=described, num_warps=4, enable_fp_fusion=False, launch_pdl=True)
 
 
 def _described(rows: int, columns: int, swizzled: int, bits: int) -> Describe:

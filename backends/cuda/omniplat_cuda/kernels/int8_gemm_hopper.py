@@ -2,7 +2,7 @@
 
 A program stays on each multiprocessor. One warp has the copy engine fetch tiles of both operands into a ring in shared
 memory; two warpgroups take the tiles of the output in turn, so that one multiplies while the other scales and stores
-("ping-pong", as in CUTLASS).
+("ping-pong", as in CUTLASS). A product starts while its quantizer ends: see `omniplat_cuda.kernels.predecessor`.
 
 Gluon is experimental, and its names differ between releases of Triton: see `hopper_copies`. Imports triton.
 """
@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from omniplat.portable.launch import Describe, Launch
+from omniplat_cuda.kernels import predecessor
 from omniplat_cuda.kernels.hopper_copies import async_load, async_store
 
 
@@ -49,6 +50,7 @@ def _fetch(  # type: ignore[no-untyped-def]
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What lies beyond an edge arrives as 0."""
+    predecessor.wait()
     stage = 0
     phase = 1  # stages are empty at first
     for tile in range(gl.program_id(0), _tiles(M, N, BM, BN), gl.num_programs(0)):
@@ -72,6 +74,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Every second tile of this program, from tile number WHICH on."""
+    predecessor.wait()
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 32])
     steps = (K + BK - 1) // BK
     fetched = WHICH * steps  # before this tile
@@ -227,7 +230,7 @@ def _launch_of(tile: Tile, one_token_scale: bool, bias: bool) -> Launch:
         5: _described(tile.tokens, tile.part, bits=16),
     }
     # a product and a sum that become one operation would round once where torch's form rounds twice
-    return Launch(_ping_pong, constants, described=described, num_warps=4, enable_fp_fusion=False)
+    return Launch(_ping_pong, constants, described=described, num_warps=4, enable_fp_fusion=False, launch_pdl=True)
 
 
 def _described(rows: int, columns: int, bits: int) -> Describe:
