@@ -11,9 +11,12 @@ from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
+from packaging.version import Version
 
 from omniplat.scheme import TensorQuant
 
+#: The release (major, minor) of Triton from which on every kernel here compiles (`tests/portable/test_releases.py`).
+OLDEST_TRITON = (3, 4)
 #: Columns that one program of the Triton form holds in registers.
 MAX_COLUMNS = 32768
 #: element -> largest magnitude of a code
@@ -72,7 +75,12 @@ def _takes_triton(x: torch.Tensor, quant: TensorQuant) -> bool:
 
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
-    return find_spec("triton") is not None
+    """True where Triton is installed, in a release whose compiler takes the kernels here: older ones are as none."""
+    if find_spec("triton") is None:
+        return False
+    import triton
+
+    return Version(triton.__version__).release[:2] >= OLDEST_TRITON
 
 
 def quantize_rows_torch(

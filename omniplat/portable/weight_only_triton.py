@@ -7,6 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
+from packaging.version import Version
 
 from omniplat.portable.launch import Launch, is_tested
 from omniplat.portable.word_decode_triton import computes_in_pairs, constants_of, kind_of_zero
@@ -183,9 +185,10 @@ def _tile_of_many(tokens: int, fold: bool) -> Tile:
     return Tile(128 if fold else 64, tokens, 0, 4, 3)
 
 
+@lru_cache(maxsize=64)
 def least_tokens(device: torch.device) -> int:
-    """Tokens of the smallest tile that a product takes."""
-    return 8 if computes_in_pairs(device) else 16
+    """Tokens of the smallest tile that a product takes: before 3.5 Triton took no eight."""
+    return 8 if computes_in_pairs(device) and Version(triton.__version__).release[:2] >= (3, 5) else 16
 
 
 def folds(form: WordForm, dtype: torch.dtype) -> bool:

@@ -19,7 +19,7 @@ from omniplat.portable.decoded import (
 )
 
 _TORCH = "torch>=2.6"
-_TRITON = "triton>=3.2"
+_TRITON = "triton>=3.4"
 #: The release whose operators were looked at; they take every argument by position and have no defaults.
 _KERNELS = "vllm-xpu-kernels>=0.1.16"
 _AUTO_ROUND = "auto-round-lib>=0.16"
