@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from omniplat.portable.quantize import OLDEST_TRITON, has_triton
-from tests.support.compile_every import ROOT, compiled
+from tests.support.compile_every import compiled
+from tests.support.compile_for import ROOT
 
 #: Hopper's, in Gluon, which have tests of their own.
 ELSEWHERE = {"_ping_pong"}

@@ -11,15 +11,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from omniplat.scheme import TensorQuant, parse_activation_id
+from tests.support.compile_for import ROOT, Target
 
-ROOT = Path(__file__).resolve().parents[2]
 OUT, IN, EXPERTS, TOP = 272, 1152, 8, 2
 WEIGHTS = ("mxfp4", "nvfp4", "uint4-g64", "nf4-b64", "fp8-block128x128", "mxfp8", "int8-channel")
 
@@ -125,22 +124,9 @@ def weight_only_calls(weight_id: str) -> Iterator[Callable[[], object]]:
 
 def _main() -> None:
     import triton
-    from triton.backends.compiler import GPUTarget
 
     from omniplat.portable import mx_grid_triton, quantize_triton, weight_only_triton, word_decode_triton
     from omniplat.portable.launch import Launch, collected
-
-    class Target:
-        """What Triton asks a driver for when it compiles."""
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
 
     class Compiles:
         """Compiles what would be launched, once."""
@@ -155,7 +141,7 @@ def _main() -> None:
                 launch.compile(arguments)
                 print(launch.name, flush=True)
 
-    triton.runtime.driver.set_active(Target())
+    triton.runtime.driver.set_active(Target("sm90"))
     with ExitStack() as stack:
         for module in (word_decode_triton, weight_only_triton):
             stack.enter_context(patch.object(module, "computes_in_pairs", lambda device: True))

@@ -23,6 +23,26 @@ ROOT = Path(__file__).resolve().parents[2]
 OUT, IN = 272, 1152
 
 
+class Target:
+    """What Triton asks a driver for when it compiles for `arch`."""
+
+    def __init__(self, arch: str) -> None:
+        self._arch = arch
+
+    def get_current_target(self) -> object:
+        from triton.backends.compiler import GPUTarget
+
+        if self._arch.startswith("sm"):
+            return GPUTarget("cuda", int(self._arch[2:]), 32)
+        return GPUTarget("hip", self._arch, 64 if self._arch.startswith("gfx9") else 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
 def compiled(arch: str, weight_id: str, tokens: Sequence[int]) -> list[str]:
     """For each dtype and number of tokens a line: both, the kernel's name, and how many bytes of code it became."""
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -34,24 +54,9 @@ def compiled(arch: str, weight_id: str, tokens: Sequence[int]) -> list[str]:
 
 def _main(arch: str, weight_id: str, tokens: Sequence[int]) -> None:
     import triton
-    from triton.backends.compiler import GPUTarget
 
     from omniplat.portable import weight_only_triton, word_decode_triton
     from omniplat.portable.launch import Launch, collected
-
-    class Target:
-        """What Triton asks a driver for when it compiles."""
-
-        def get_current_target(self) -> GPUTarget:
-            if arch.startswith("sm"):
-                return GPUTarget("cuda", int(arch[2:]), 32)
-            return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
 
     class Compiles:
         """Compiles what would be launched."""
@@ -62,7 +67,7 @@ def _main(arch: str, weight_id: str, tokens: Sequence[int]) -> None:
         def collect(self, launch: Launch, arguments: Sequence[Any]) -> None:
             self.compiled.append((launch.name, launch.compile(arguments)))
 
-    triton.runtime.driver.set_active(Target())
+    triton.runtime.driver.set_active(Target(arch))
     kernels = Compiles()
     for dtype, count in product(DTYPES.values(), tokens):
         # on no device at all: neither PTX nor what the interpreter needs is taken, unless it is asked for

@@ -28,6 +28,10 @@ from tests.support.triton import needs_cuda
 KERNEL, NATIVE = "portable_fp8_block", "scaled_mm_block"
 SCHEMES = tuple(f"fp8-block{rows}x128/fp8-g128" for rows in (128, 64, 32, 16))
 each_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+each_layer = pytest.mark.parametrize(
+    ("kernel", "scheme", "n", "k"),
+    [*((KERNEL, scheme, 200, 336) for scheme in SCHEMES), (NATIVE, SCHEMES[0], 256, 512)],
+)
 
 
 def weight_of(scheme: str | Scheme = SCHEMES[0], n: int = 200, k: int = 336, rule: str = "absmax") -> CanonicalWeight:
@@ -94,29 +98,29 @@ def test_smoothing_is_applied(device: str) -> None:
 
 
 @each_device
-@each_scheme
-def test_the_operator_is_well_registered(scheme: str, device: str) -> None:
-    layer = layer_of(KERNEL, weight_of(scheme), device)
-    x = tokens(17, 336, device).bfloat16()
+@each_layer
+def test_the_operator_is_well_registered(kernel: str, scheme: str, n: int, k: int, device: str) -> None:
+    layer = layer_of(kernel, weight_of(scheme, n, k), device)
+    x = tokens(70, k, device).bfloat16()
     arguments = (x, layer.codes, layer.scale, None, None, layer.config.activation, layer.config.block_rows, x.dtype)
-    torch.library.opcheck(torch.ops.omniplat.fp8_block_linear, arguments)
+    torch.library.opcheck(getattr(torch.ops.omniplat, layer.kernel.operator), arguments)
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
-    for rows in (17, 3, 1):
+    for rows in (70, 33, 3, 1):
         torch.testing.assert_close(compiled(x[:rows]), layer(x[:rows]), rtol=0, atol=0)
 
 
 @needs_cuda
-@each_scheme
-def test_a_graph_replays(scheme: str) -> None:
-    layer = layer_of(KERNEL, weight_of(scheme), "cuda")
-    x = tokens(17, 336, "cuda").bfloat16()
+@each_layer
+def test_a_graph_replays(kernel: str, scheme: str, n: int, k: int) -> None:
+    layer = layer_of(kernel, weight_of(scheme, n, k), "cuda")
+    x = tokens(70, k, "cuda").bfloat16()
     layer(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = layer(x)
-    x.copy_(tokens(18, 336, "cuda")[:17])
+    x.copy_(tokens(71, k, "cuda")[:70])
     graph.replay()
     torch.testing.assert_close(y, layer(x), rtol=0, atol=0)
 
@@ -244,32 +248,6 @@ def test_torchs_product_with_a_bias_and_smoothed(device: str) -> None:
     layer.bias = torch.from_numpy(bias).to(device)
     for rows in (9, 70):
         check(layer, weight, tokens(rows, 512, device).bfloat16())
-
-
-@each_device
-def test_torchs_product_is_well_registered(device: str) -> None:
-    layer = layer_of(NATIVE, weight_of(n=256, k=512), device)
-    x = tokens(70, 512, device).bfloat16()
-    arguments = (x, layer.codes, layer.scale, None, None, layer.config.activation, layer.config.block_rows, x.dtype)
-    torch.library.opcheck(torch.ops.omniplat.cuda_fp8_block_linear, arguments)
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
-    for rows in (70, 33, 3):
-        torch.testing.assert_close(compiled(x[:rows]), layer(x[:rows]), rtol=0, atol=0)
-
-
-@needs_cuda
-def test_a_graph_of_torchs_product_replays() -> None:
-    layer = layer_of(NATIVE, weight_of(n=256, k=512), "cuda")
-    x = tokens(70, 512, "cuda").bfloat16()
-    layer(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = layer(x)
-    x.copy_(tokens(71, 512, "cuda")[:70])
-    graph.replay()
-    torch.testing.assert_close(y, layer(x), rtol=0, atol=0)
 
 
 def test_without_fp8_units_weights_are_decoded() -> None:
