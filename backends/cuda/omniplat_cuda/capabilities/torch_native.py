@@ -101,7 +101,7 @@ DECODED_MXFP4_A8 = replace(
     impl=f"{_DECODED}:DecodedMxfp4A8",
 )
 #: 1x128 activations by 128x128 weights: torch has it for Hopper only. Where groups of a row do not come in fours, torch
-#: 2.11 gives garbage.
+#: 2.11 gives garbage; older ones were not tried.
 FP8_BLOCK = Capability(
     "scaled_mm_block",
     "linear",
@@ -112,7 +112,7 @@ FP8_BLOCK = Capability(
     archs=SM90,
     dtypes=HALF,
     shapes=(*multiples(128, "out"), *multiples(512, "in")),
-    requires=("torch>=2.9", TRITON),
+    requires=("torch>=2.11", TRITON),
     accumulator=FP8_PROMOTED,
     priority=40,
     impl="omniplat_cuda.kernels.fp8_block:ScaledMmBlock",
