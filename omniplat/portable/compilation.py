@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from threading import Event, Lock
-from typing import Any
+from threading import Lock
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import triton
@@ -23,6 +23,8 @@ from omniplat.errors import BackendLoadError
 from omniplat.portable.launch import Launch, collected, first_tensor
 
 Progress = Callable[[int, int], None]
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 #: The front end of Triton's compiler is Python's and takes its lock: more threads than this would wait for it.
 _MOST_WORKERS = 32
 
@@ -53,13 +55,10 @@ def compile_calls(calls: Iterable[Callable[[], object]], progress: Progress | No
     cannot be, also because a tool for it is missing: it names kernel and tool.
     """
     needed, counts = _Needed(), _Counts()
-    together = _parses_in_threads()
-    workers = min(os.cpu_count() or 1, _MOST_WORKERS) if together else 1
-    with ThreadPoolExecutor(workers) as pool, counts.listening():
+    with _workers() as pool, counts.listening():
         # Errors are raised here, with the kernel's name: Triton's mode only waits for what is left.
         with triton.AsyncCompileMode(pool, ignore_errors=True) as mode:
-            # keys are made here, of parsed sources
-            with nullcontext() if together else _holding(pool), collected(needed), torch.inference_mode():
+            with collected(needed), torch.inference_mode():
                 for call in calls:
                     call()
             if progress is not None:
@@ -69,15 +68,22 @@ def compile_calls(calls: Iterable[Callable[[], object]], progress: Progress | No
     return Compilation(counts.compiled, counts.cached)
 
 
-@contextmanager
-def _holding(pool: Executor) -> Iterator[None]:
-    """Keeps the only worker of `pool` waiting."""
-    done = Event()
-    pool.submit(done.wait)
-    try:
-        yield
-    finally:
-        done.set()
+def _workers() -> Executor:
+    if not _parses_in_threads():
+        return _InTurn()
+    return ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_WORKERS))
+
+
+class _InTurn(Executor):
+    """Runs what is submitted at once, in the thread that asks for it: calls are made there, and parse, too."""
+
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        done: Future[_T] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as exc:
+            done.set_exception(exc)
+        return done
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,8 @@ def has_triton() -> bool:
         return False
     import triton
 
-    return Version(triton.__version__).release[:2] >= OLDEST_TRITON
+    # what is left of a package that was removed is a namespace without a version
+    return Version(getattr(triton, "__version__", "0")).release[:2] >= OLDEST_TRITON
 
 
 def quantize_rows_torch(

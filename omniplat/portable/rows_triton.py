@@ -17,8 +17,11 @@ import triton.language as tl
 
 @lru_cache(maxsize=64)
 def launches_early(device: torch.device) -> bool:
-    """True on NVIDIA's devices that may start a kernel before the one ahead of it has ended: from sm90 on."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    """True on NVIDIA's devices that may start a kernel before the one ahead of it has ended: from sm90 on. Not where
+    Triton interprets."""
+    if device.type != "cuda" or torch.version.hip is not None or triton.knobs.runtime.interpret:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit

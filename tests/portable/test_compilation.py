@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import io
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread, get_ident
 from time import sleep
 from typing import Any
 
@@ -104,25 +105,25 @@ def test_calls_find_what_was_compiled_for_them(driver: StandIn, monkeypatch: pyt
 def test_nothing_is_parsed_at_once_where_that_fails(
     driver: StandIn, monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
-    """Neither by two workers, nor by one while calls are made."""
+    """Neither by two workers, nor by one while calls are made. What a call compiles in its own thread is no other."""
     monkeypatch.setattr(compilation, "_parses_in_threads", lambda: together)
     monkeypatch.setattr(compilation.os, "cpu_count", lambda: 2)
-    running, most = 0, 0
+    running, most = Counter[int](), 0
     lock = Lock()
 
     @contextmanager
     def counted() -> Iterator[None]:
-        nonlocal running, most
+        nonlocal most
         with lock:
-            running += 1
-            most = max(most, running)
+            running[get_ident()] += 1
+            most = max(most, len(+running))
         # long enough for another, were there one
         sleep(0.05)
         try:
             yield
         finally:
             with lock:
-                running -= 1
+                running[get_ident()] -= 1
 
     fresh = triton.jit(_copies)
     _ = fresh.device_caches[0]
@@ -143,6 +144,27 @@ def test_nothing_is_parsed_at_once_where_that_fails(
     calls = [partial(call, launch) for launch in launches]
     assert compile_calls(calls) == Compilation(compiled=3, cached=0)
     assert (most > 1) == together
+
+
+@needs_compiler
+@pytest.mark.parametrize("together", [False, True])
+def test_kernels_that_others_launch_meanwhile_are_waited_for(
+    driver: StandIn, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    """As an operator of another library does: what it launches is compiled, and runs."""
+    monkeypatch.setattr(compilation, "_parses_in_threads", lambda: together)
+    fresh = triton.jit(_copies)
+    x = torch.zeros(64)
+    found: list[Compilation] = []
+
+    def compile_them() -> None:
+        found.append(compile_calls([lambda: fresh[(1,)](x, x, 5, BLOCK=128, num_warps=1)]))
+
+    waiting = Thread(target=compile_them, daemon=True)
+    waiting.start()
+    waiting.join(60)
+    assert found == [Compilation(compiled=1, cached=0)]
+    assert len(driver.launched) == 1
 
 
 @needs_compiler

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -24,8 +25,8 @@ WEIGHTS = ("mxfp4", "nvfp4", "uint4-g64", "nf4-b64", "fp8-block128x128", "mxfp8"
 
 
 def compiled() -> list[str]:
-    """The names of the kernels, of each form that was compiled for sm90. Raises AssertionError, with what the compiler
-    says, where one cannot be."""
+    """Modules and names of the kernels, for each form that was compiled for sm90. Raises AssertionError, with what the
+    compiler says, where one cannot be."""
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.support.compile_every"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -138,15 +139,15 @@ def _main() -> None:
             key = (launch, *(a.dtype if isinstance(a, torch.Tensor) else type(a) for a in arguments))
             if key not in self.seen:
                 self.seen.add(key)
-                launch.compile(arguments)
-                print(launch.name, flush=True)
+                kernel = launch.compile(arguments).src.fn
+                print(f"{kernel.__module__}.{kernel.__name__}", flush=True)
 
     triton.runtime.driver.set_active(Target("sm90"))
     with ExitStack() as stack:
         for module in (word_decode_triton, weight_only_triton):
             stack.enter_context(patch.object(module, "computes_in_pairs", lambda device: True))
-        for module in (quantize_triton, mx_grid_triton):
-            stack.enter_context(patch.object(module, "converts_fp8", lambda device: True))
+        for module, name in product((quantize_triton, mx_grid_triton), ("converts_fp8", "launches_early")):
+            stack.enter_context(patch.object(module, name, lambda device: True))
         stack.enter_context(collected(Compiles()))
         for call in calls():
             call()

@@ -21,8 +21,8 @@ from omniplat_cuda.capabilities.torch_native import FP8_BLOCK
 from omniplat_cuda.kernels.ops import shaped
 
 _LIBRARY = new_library()
-#: Up to so many tokens Triton's product is as fast (docs/performance.md). It computes the same: sums of 128 products in
-#: what FP8 units keep, scaled and added up in f32.
+#: Up to so many tokens Triton's product is as fast (docs/performance.md), and it is what computes where torch has none.
+#: It computes the same: sums of 128 products in what FP8 units keep, scaled and added up in f32.
 FEW_TOKENS = 16
 #: cuBLAS takes tokens in fours.
 _FOUR = 4
