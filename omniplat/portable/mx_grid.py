@@ -35,17 +35,17 @@ def why_not(quant: TensorQuant | None, columns: int) -> str:
 
 
 def regroup_rows(
-    x: torch.Tensor, quant: TensorQuant, pre_scale: torch.Tensor | None
+    x: torch.Tensor, quant: TensorQuant, pre_scale: torch.Tensor | None, *, releases: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` [M, K], M > 0, in bf16, f16 or f32, to codes uint8 [M, K] (bytes of e4m3fn) and multipliers f32 [M, 1].
 
     `pre_scale` [K] is applied first. `quant` is one for which `why_not` says nothing. A token with NaN or Inf gets
-    the scale NaN.
+    the scale NaN. `releases` as of `omniplat.portable.quantize.quantize_rows`.
     """
     if x.is_cuda and x.shape[1] <= MAX_COLUMNS and has_triton():
         from omniplat.portable import mx_grid_triton
 
-        return mx_grid_triton.regroup_rows(x, quant, pre_scale)
+        return mx_grid_triton.regroup_rows(x, quant, pre_scale, releases=releases)
     return regroup_rows_torch(x, quant, pre_scale)
 
 

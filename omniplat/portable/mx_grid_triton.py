@@ -100,7 +100,12 @@ _RULES = {"": "floor", "floor": "floor", "even": "even", "even-m1": "even", "cei
 
 
 def regroup_rows(
-    x: torch.Tensor, quant: TensorQuant, pre_scale: torch.Tensor | None, *, gated: bool = False
+    x: torch.Tensor,
+    quant: TensorQuant,
+    pre_scale: torch.Tensor | None,
+    *,
+    gated: bool = False,
+    releases: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `omniplat.portable.mx_grid.regroup_rows`; of silu(left half) * right half of each row with `gated`."""
     if x.stride(1) != 1:
@@ -109,21 +114,23 @@ def regroup_rows(
     columns = columns // 2 if gated else columns
     codes = torch.empty((rows, columns), dtype=torch.uint8, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    _launch_of(quant, columns, gated, pre_scale is not None, x.device)(
+    _launch_of(quant, columns, gated, pre_scale is not None, releases, x.device)(
         (rows, 1, 1), (x, pre_scale, codes, scales), (columns, x.stride(0))
     )
     return codes, scales
 
 
 @lru_cache(maxsize=1024)
-def _launch_of(quant: TensorQuant, columns: int, gated: bool, pre: bool, device: torch.device) -> Launch:
+def _launch_of(
+    quant: TensorQuant, columns: int, gated: bool, pre: bool, releases: bool, device: torch.device
+) -> Launch:
     tile = tile_of(columns)
     constants = {
         "RULE": _RULES[quant.scale_rule],
         "GATED": gated,
         "PRE": pre,
         "HARDWARE": converts_fp8(device),
-        "EARLY": launches_early(device),
+        "EARLY": releases and launches_early(device),
         "GROUP": GROUP,
         "HEADROOM": HEADROOM,
         "LEAST": LEAST_EXPONENT,

@@ -52,19 +52,24 @@ def least_scale(quant: TensorQuant) -> float:
 
 
 def quantize_rows(
-    x: torch.Tensor, quant: TensorQuant, pre_scale: torch.Tensor | None, input_scale: torch.Tensor | None
+    x: torch.Tensor,
+    quant: TensorQuant,
+    pre_scale: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    *,
+    releases: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` [M, K], M > 0, in bf16, f16 or f32, to codes [M, K] and multipliers f32: [M, 1] per token, else [1, 1].
 
     Codes are uint8 (bytes of e4m3fn) or int8. `pre_scale` [K] is applied first; `input_scale`, one number, is the
     scale where `quant` is static. `quant` is one for which `why_not` says nothing. A token with NaN or Inf gets a scale
-    of NaN or Inf.
+    of NaN or Inf. `releases`: the kernel that follows may start before this one has ended, and waits for it by itself.
     """
     given = input_scale.to(torch.float32).reshape(1, 1) if not quant.dynamic and input_scale is not None else None
     if _takes_triton(x, quant):
         from omniplat.portable import quantize_triton
 
-        return quantize_triton.quantize_rows(x, quant, pre_scale, given)
+        return quantize_triton.quantize_rows(x, quant, pre_scale, given, releases=releases)
     return quantize_rows_torch(x, quant, pre_scale, given)
 
 

@@ -117,6 +117,7 @@ def quantize_rows(
     given: torch.Tensor | None,
     *,
     gated: bool = False,
+    releases: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `omniplat.portable.quantize.quantize_rows`, for scales per token and static ones, in f32.
 
@@ -127,7 +128,7 @@ def quantize_rows(
         x = x.contiguous()
     rows, columns = x.shape
     columns = columns // 2 if gated else columns
-    form = _form_of(quant, columns, gated, pre_scale is not None, given is not None, x.device)
+    form = _form_of(quant, columns, gated, pre_scale is not None, given is not None, releases, x.device)
     codes = torch.empty((rows, columns), dtype=form.codes, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device) if given is None else given
     form.launch((rows, 1, 1), (x, pre_scale, given, codes, scales), (columns, x.stride(0), *form.numbers))
@@ -144,7 +145,9 @@ class _Form:
 
 
 @lru_cache(maxsize=1024)
-def _form_of(quant: TensorQuant, columns: int, gated: bool, pre: bool, given: bool, device: torch.device) -> _Form:
+def _form_of(
+    quant: TensorQuant, columns: int, gated: bool, pre: bool, given: bool, releases: bool, device: torch.device
+) -> _Form:
     tile = tile_of(columns)
     constants = {
         "INTEGER": quant.is_integer,
@@ -153,7 +156,7 @@ def _form_of(quant: TensorQuant, columns: int, gated: bool, pre: bool, given: bo
         "GIVEN": given,
         "RECIPROCAL": not given and quant.scale_rule == "absmax-reciprocal",
         "HARDWARE": converts_fp8(device),
-        "EARLY": launches_early(device),
+        "EARLY": releases and launches_early(device),
         "WIDTH": tile.width,
         "CHUNKS": tile.chunks,
     }

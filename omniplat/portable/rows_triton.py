@@ -26,7 +26,7 @@ def launches_early(device: torch.device) -> bool:
 
 @triton.jit
 def release_next(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton looks annotations up among its own types
-    """If EARLY, which is `launches_early`, the next kernel on the stream may start once all programs have come here.
+    """If EARLY, the next kernel on the stream may start once all programs have come here; where `launches_early`.
 
     That is for kernels launched so that they may, which wait by themselves before they take what this one writes
     (CUDA's programmatic dependent launch); others start when this one is complete.

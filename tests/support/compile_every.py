@@ -63,12 +63,15 @@ def calls() -> Iterator[Callable[[], object]]:
     pre = meta(IN, dtype=torch.float32)
     for activation in ("fp8-token", "int8-token", "fp8-tensor-static"):
         given = one if activation.endswith("static") else None
-        for scale in (None, pre):
-            yield lambda a=activation, p=scale, g=given: quantize_triton.quantize_rows(x, quant(a), p, g)
+        for scale, early in product((None, pre), (False, True)):
+            yield lambda a=activation, p=scale, g=given, e=early: quantize_triton.quantize_rows(
+                x, quant(a), p, g, releases=e
+            )
         if given is None:
             yield lambda a=activation: gated.quantize_gated(meta(20, 2 * IN), quant(a))
     for activation in ("mxfp4", "mxfp8"):
-        yield lambda a=activation: mx_grid_triton.regroup_rows(x, quant(a), None)
+        for early in (False, True):
+            yield lambda a=activation, e=early: mx_grid_triton.regroup_rows(x, quant(a), None, releases=e)
     yield lambda: quantize_groups_triton.quantize_groups(x, quant("fp8-g128"), None)
     yield lambda: gated.quantize_gated(meta(20, 2 * IN), quant("fp8-g128"))
     for tokens in (5, 20, 300):

@@ -202,15 +202,15 @@ def test_what_it_is_compiled_to(driver: StandIn, tmp_path: Path) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("activation", ["int8-token", "fp8-tensor-static", "mxfp4"])
-@pytest.mark.parametrize("early", [True, False])
-def test_quantizers_let_it_start(monkeypatch: pytest.MonkeyPatch, activation: str, early: bool) -> None:
-    """Before they read: the instruction is of sm90, so that it is nowhere else."""
+@pytest.mark.parametrize(("device", "releases"), [(90, True), (90, False), (89, True)])
+def test_quantizers_let_it_start(monkeypatch: pytest.MonkeyPatch, activation: str, device: int, releases: bool) -> None:
+    """Before they read, where they are asked to: the instruction is of sm90, so that it is nowhere else."""
     from omniplat.portable import mx_grid_triton, quantize_triton
 
     quant = parse_activation_id(activation)
     assert quant is not None
     for module in (mx_grid_triton, quantize_triton):
-        monkeypatch.setattr(module, "launches_early", lambda device: early)
+        monkeypatch.setattr(module, "launches_early", lambda _: device == 90)
     x, given = torch.zeros(4, 256, dtype=torch.bfloat16), None if quant.dynamic else torch.ones(1, 1)
     found: list[Any] = []
     compiling = SimpleNamespace(collect=lambda launch, arguments: found.append(launch.compile(arguments)))
@@ -223,12 +223,13 @@ def test_quantizers_let_it_start(monkeypatch: pytest.MonkeyPatch, activation: st
 
     # what is compiled depends on the device, which Triton keeps with it
     forget()
-    with standing_in(StandIn(GPUTarget("cuda", 90 if early else 89, 32))), collected(compiling):
+    with standing_in(StandIn(GPUTarget("cuda", device, 32))), collected(compiling):
         if quant.scale_format == "e8m0":
-            mx_grid_triton.regroup_rows(x, quant, None)
+            mx_grid_triton.regroup_rows(x, quant, None, releases=releases)
         else:
-            quantize_triton.quantize_rows(x, quant, None, given)
+            quantize_triton.quantize_rows(x, quant, None, given, releases=releases)
     forget()
+    early = releases and device == 90
     before, *after = found[0].asm["ptx"].split("griddepcontrol.launch_dependents")
     assert len(after) == early
     assert ("ld.global" in before) != early
@@ -246,6 +247,7 @@ def test_which_devices_start_kernels_early(
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     # past the cache, which other tests' devices are in
     assert launches_early.__wrapped__(torch.device("cuda", 0)) == found
     assert not launches_early(torch.device("cpu"))

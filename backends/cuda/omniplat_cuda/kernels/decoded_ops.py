@@ -30,7 +30,7 @@ def _on_device(
     count = rows.shape[0]
     if count == 0:
         return x.new_empty((*x.shape[:-1], len(words)), dtype=out_dtype)
-    quantized, row_scale = quantize_to_fp8(rows, decode_quant(activation), pre_scale, None)
+    quantized, row_scale = quantize_to_fp8(rows, decode_quant(activation), pre_scale, None, releases=True)
     tile = tile_of(count, len(words), x.device)
     y = decoded_product(quantized, words, shifts, row_scale, scale, bias, out_dtype, wide, tile)
     return shaped(y, x, out_dtype)

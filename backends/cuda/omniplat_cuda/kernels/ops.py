@@ -85,12 +85,18 @@ def shaped(y: torch.Tensor, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Te
 
 
 def quantize_to_fp8(
-    rows: torch.Tensor, quant: TensorQuant, pre_scale: torch.Tensor | None, input_scale: torch.Tensor | None
+    rows: torch.Tensor,
+    quant: TensorQuant,
+    pre_scale: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    *,
+    releases: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes of e4m3 [M, K] and multipliers: of an MX activation, regrouped under one scale per token."""
+    """Bytes of e4m3 [M, K] and multipliers: of an MX activation, regrouped under one scale per token. `releases` as of
+    `quantize_rows`."""
     if quant.scale_format == "e8m0":
-        return regroup_rows(rows, quant, pre_scale)
-    return quantize_rows(rows, quant, pre_scale, input_scale)
+        return regroup_rows(rows, quant, pre_scale, releases=releases)
+    return quantize_rows(rows, quant, pre_scale, input_scale, releases=releases)
 
 
 def _product(
@@ -119,7 +125,7 @@ def _int_linear(
     count = rows.shape[0]
     if count == 0:
         return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=out_dtype)
-    quantized, row_scale = quantize_rows(rows, decode_quant(activation), pre_scale, input_scale)
+    quantized, row_scale = quantize_rows(rows, decode_quant(activation), pre_scale, input_scale, releases=True)
     if x.is_cuda and has_triton():
         from omniplat_cuda.kernels.int8_gemm import int8_product
 

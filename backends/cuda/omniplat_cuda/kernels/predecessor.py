@@ -8,6 +8,9 @@ It changes no result. Every group of warps calls `wait` before it reads or write
 before the kernel ahead of it, and its output may lie where that one reads. Quantizers are not launched like this: they
 start when all before them is complete. A weight could be fetched before `wait`; for few tokens that was slower.
 
+Quantizers release what follows for these products alone, where they are asked to (`releases`): kernels of libraries
+that are launched so, too, may read scales before they wait.
+
 Imports triton.
 """
 
