@@ -11,12 +11,10 @@ from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
-from packaging.version import Version
 
+from omniplat.portable.declared import TRITON, meets
 from omniplat.scheme import TensorQuant
 
-#: The release (major, minor) of Triton from which on every kernel here compiles (`tests/portable/test_releases.py`).
-OLDEST_TRITON = (3, 4)
 #: Columns that one program of the Triton form holds in registers.
 MAX_COLUMNS = 32768
 #: element -> largest magnitude of a code
@@ -86,7 +84,7 @@ def has_triton() -> bool:
     import triton
 
     # what is left of a package that was removed is a namespace without a version
-    return Version(getattr(triton, "__version__", "0")).release[:2] >= OLDEST_TRITON
+    return meets(getattr(triton, "__version__", "0"), TRITON)
 
 
 def quantize_rows_torch(

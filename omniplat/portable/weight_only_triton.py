@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import triton
-from packaging.version import Version
 
+from omniplat.portable.declared import meets
 from omniplat.portable.launch import Launch, is_tested
 from omniplat.portable.word_decode_triton import computes_in_pairs, constants_of, kind_of_zero
 from omniplat.portable.word_kernels_triton import few_tokens, many_tokens
@@ -188,7 +188,7 @@ def _tile_of_many(tokens: int, fold: bool) -> Tile:
 @lru_cache(maxsize=64)
 def least_tokens(device: torch.device) -> int:
     """Tokens of the smallest tile that a product takes: before 3.5 Triton took no eight."""
-    return 8 if computes_in_pairs(device) and Version(triton.__version__).release[:2] >= (3, 5) else 16
+    return 8 if computes_in_pairs(device) and meets(triton.__version__, "triton>=3.5") else 16
 
 
 def folds(form: WordForm, dtype: torch.dtype) -> bool:

@@ -6,9 +6,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import omniplat_cuda.spec
+import omniplat_rocm.spec
+import omniplat_xpu.spec
 import pytest
+from omniplat_cuda.capabilities.common import GLUON
+from packaging.requirements import Requirement
 
-from omniplat.portable.quantize import OLDEST_TRITON, has_triton
+from omniplat.portable.declared import TRITON
+from omniplat.portable.quantize import has_triton
 from tests.support.compile_every import compiled
 from tests.support.compile_for import ROOT
 
@@ -43,12 +49,9 @@ def test_every_kernel_compiles() -> None:
 
 
 def test_backends_declare_the_oldest_release_that_compiles_every_kernel() -> None:
-    """And nobody another one: a plan refuses what would not compile after loading."""
-    oldest = f"triton>={'.'.join(map(str, OLDEST_TRITON))}"
-    declared = {
-        found
-        for path in (ROOT / "backends").rglob("*.py")
-        for found in re.findall(r'"(triton>=[^",]*)"', path.read_text())
-    }
-    assert declared == {oldest}
-    assert f'"{oldest}"' in Path(ROOT / "pyproject.toml").read_text()
+    """Or a range of its own, for Gluon: a plan refuses what would not compile after loading."""
+    specs = (omniplat_cuda.spec.SPEC, omniplat_rocm.spec.SPEC, omniplat_xpu.spec.SPEC)
+    for spec in specs:
+        declared = {text for capability in spec.capabilities for text in capability.requires}
+        assert {text for text in declared if Requirement(text).name == "triton"} - {GLUON} == {TRITON}
+    assert f'"{TRITON}"' in Path(ROOT / "pyproject.toml").read_text()

@@ -7,8 +7,9 @@ kernel; the others are planned only.
 from __future__ import annotations
 
 from omniplat.backend import BackendSpec, NotSupported, Quirk
+from omniplat.portable.declared import TORCH, TRITON
 from omniplat_cuda.capabilities import humming, others, torch_native, vllm
-from omniplat_cuda.capabilities.common import BITSANDBYTES, FLASHINFER, HUMMING, TORCH, TRITON, VLLM
+from omniplat_cuda.capabilities.common import BITSANDBYTES, FLASHINFER, HUMMING, VLLM
 
 _VLLM = "https://github.com/vllm-project/vllm/blob/v0.30.0"
 

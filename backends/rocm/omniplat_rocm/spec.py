@@ -8,8 +8,9 @@ gemm_a16wfp4, in spite of its name, quantizes its inputs to MXFP4: it is not use
 from __future__ import annotations
 
 from omniplat.backend import BackendSpec, NotSupported, Quirk
+from omniplat.portable.declared import TORCH, TRITON
 from omniplat_rocm.capabilities import experts, linear
-from omniplat_rocm.capabilities.common import AITER, FLYDSL, GFX942, SOURCE, TORCH, TRITON
+from omniplat_rocm.capabilities.common import AITER, FLYDSL, GFX942, SOURCE
 
 SPEC = BackendSpec(
     name="rocm",

@@ -6,20 +6,10 @@ FP8 weight, and gate and up have their own: such experts are not declared.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from omniplat.backend import BackendSpec, NotSupported, Quirk
 from omniplat.capability import ARCHIVED, Capability, ShapeRule, multiples
-from omniplat.portable.decoded import (
-    DECODED_EXPERTS,
-    DECODED_RESIDENT,
-    DECODED_WEIGHTS,
-    LOW_RANK_RESIDENT,
-    LOW_RANK_WEIGHTS,
-)
+from omniplat.portable.declared import PORTABLE_LINEAR, PORTABLE_LOW_RANK, PORTABLE_MOE, TORCH, TRITON
 
-_TORCH = "torch>=2.6"
-_TRITON = "triton>=3.4"
 #: The release whose operators were looked at; they take every argument by position and have no defaults.
 _KERNELS = "vllm-xpu-kernels>=0.1.16"
 _AUTO_ROUND = "auto-round-lib>=0.16"
@@ -45,27 +35,6 @@ _INT4_LONG = ("int4-g512", "int4-g1024")
 _EXPERTS = ShapeRule("experts", maximum=1024)
 _UINT4 = ("uint4-g32", "uint4-g64", "uint4-g128", "uint4-g256", "uint4-g512", "uint4-g1024")
 
-
-_PORTABLE_LINEAR = Capability(
-    "portable_linear",
-    "linear",
-    DECODED_WEIGHTS,
-    ("a16",),
-    executes="a16",
-    dtypes=_HALF,
-    requires=(_TORCH, _TRITON),
-    priority=5,
-    resident_by_weight=DECODED_RESIDENT,
-    refuses=("group_index",),
-    impl="omniplat.portable.weight_only:PortableLinear",
-)
-_PORTABLE_LOW_RANK = replace(
-    _PORTABLE_LINEAR,
-    name="portable_low_rank",
-    weights=LOW_RANK_WEIGHTS,
-    resident_by_weight=LOW_RANK_RESIDENT,
-    impl="omniplat.portable.low_rank:PortableLowRank",
-)
 
 _LINEAR = (
     Capability(
@@ -220,8 +189,8 @@ _LINEAR = (
         refuses=("group_index", "pre_scale"),
         impl=f"{_MODULES}.auto_round:AutoRoundLinear",
     ),
-    _PORTABLE_LINEAR,
-    _PORTABLE_LOW_RANK,
+    PORTABLE_LINEAR,
+    PORTABLE_LOW_RANK,
     Capability(
         "ipex_weight_only_linear",
         "linear",
@@ -263,19 +232,7 @@ _MOE = (
         priority=30,
         impl=f"{_MODULES}.experts:GroupedGemmBlock",
     ),
-    Capability(
-        "portable_moe",
-        "moe",
-        DECODED_EXPERTS,
-        ("a16",),
-        executes="a16",
-        dtypes=_HALF,
-        requires=(_TORCH, _TRITON),
-        priority=5,
-        resident_by_weight=DECODED_RESIDENT,
-        refuses=("group_index", "pre_scale"),
-        impl="omniplat.portable.weight_only_experts:PortableExperts",
-    ),
+    PORTABLE_MOE,
 )
 
 SPEC = BackendSpec(
@@ -285,7 +242,7 @@ SPEC = BackendSpec(
     capabilities=(*_LINEAR, *_MOE),
     probe="omniplat_xpu.probe:probe",
     install='pip install "omniplat[xpu]"',
-    distributions=(_TORCH, _TRITON, _KERNELS),
+    distributions=(TORCH, TRITON, _KERNELS),
     optional=(_AUTO_ROUND, _IPEX),
     quirks=(
         Quirk(

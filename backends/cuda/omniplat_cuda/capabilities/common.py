@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-TORCH = "torch>=2.6"
-TRITON = "triton>=3.4"
 #: The releases of Triton in whose Gluon kernels are written. They ran with 3.6 and 3.9; CI compiles them with each.
 GLUON = "triton>=3.6,<3.10"
 HUMMING = "humming-kernels>=0.1.10"

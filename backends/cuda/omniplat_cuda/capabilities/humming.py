@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 from omniplat.capability import Capability, multiples
-from omniplat_cuda.capabilities.common import (
-    FP8_ACCUMULATOR,
-    HALF,
-    HUMMING,
-    INTEGERS,
-    NEAREST,
-    SM80,
-    SM89,
-    TRITON,
-)
+from omniplat.portable.declared import TRITON
+from omniplat_cuda.capabilities.common import FP8_ACCUMULATOR, HALF, HUMMING, INTEGERS, NEAREST, SM80, SM89
 
 _LINEAR = "omniplat_cuda.kernels.humming"
 _EXPERTS = "omniplat_cuda.kernels.humming_experts"

@@ -5,16 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from omniplat.capability import Capability, multiples
-from omniplat.portable.decoded import (
-    DECODED_EXPERTS,
-    DECODED_RESIDENT,
-    DECODED_WEIGHTS,
-    FP8_BLOCKS,
-    FP8_ROWS,
-    INT8_ROWS,
-    LOW_RANK_RESIDENT,
-    LOW_RANK_WEIGHTS,
-)
+from omniplat.portable.declared import PORTABLE_LINEAR, PORTABLE_LOW_RANK, PORTABLE_MOE, TORCH, TRITON
+from omniplat.portable.decoded import FP8_BLOCKS, FP8_ROWS, INT8_ROWS
 from omniplat_cuda.capabilities.common import (
     BITSANDBYTES,
     BLACKWELL,
@@ -28,8 +20,6 @@ from omniplat_cuda.capabilities.common import (
     SM80,
     SM100,
     SM120,
-    TORCH,
-    TRITON,
 )
 
 _SM75 = ("sm75", *SM80)
@@ -139,45 +129,8 @@ _FLASHINFER = (
 
 #: Blackwell has units of its own for most of these.
 _PORTABLE_ARCHS = ("sm80", "sm86", "sm87", "sm89", "sm90")
-#: Decoded in registers, computed in 16 bit.
-_PORTABLE_LINEAR = Capability(
-    "portable_linear",
-    "linear",
-    DECODED_WEIGHTS,
-    ("a16",),
-    executes="a16",
-    archs=_PORTABLE_ARCHS,
-    dtypes=HALF,
-    requires=(TORCH, TRITON),
-    priority=5,
-    resident_by_weight=DECODED_RESIDENT,
-    refuses=("group_index",),
-    impl="omniplat.portable.weight_only:PortableLinear",
-)
-_PORTABLE_LOW_RANK = replace(
-    _PORTABLE_LINEAR,
-    name="portable_low_rank",
-    weights=LOW_RANK_WEIGHTS,
-    resident_by_weight=LOW_RANK_RESIDENT,
-    impl="omniplat.portable.low_rank:PortableLowRank",
-)
-_PORTABLE = (
-    _PORTABLE_LINEAR,
-    _PORTABLE_LOW_RANK,
-    Capability(
-        "portable_moe",
-        "moe",
-        DECODED_EXPERTS,
-        ("a16",),
-        executes="a16",
-        archs=_PORTABLE_ARCHS,
-        dtypes=HALF,
-        requires=(TORCH, TRITON),
-        priority=5,
-        resident_by_weight=DECODED_RESIDENT,
-        refuses=("group_index", "pre_scale"),
-        impl="omniplat.portable.weight_only_experts:PortableExperts",
-    ),
+_PORTABLE = tuple(
+    replace(capability, archs=_PORTABLE_ARCHS) for capability in (PORTABLE_LINEAR, PORTABLE_LOW_RANK, PORTABLE_MOE)
 )
 
 _EXPERTS = "omniplat.portable.eight_bit_experts"

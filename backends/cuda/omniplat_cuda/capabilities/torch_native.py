@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from omniplat.capability import Capability, multiples
+from omniplat.portable.declared import TORCH, TRITON
 from omniplat_cuda.capabilities.common import (
     FLOAT_RULES,
     FP8_ACCUMULATOR,
@@ -19,8 +20,6 @@ from omniplat_cuda.capabilities.common import (
     SM90,
     SM100,
     SM120,
-    TORCH,
-    TRITON,
 )
 
 _KERNELS = "omniplat_cuda.kernels.torch_native"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-TORCH = "torch>=2.6"
-TRITON = "triton>=3.4"
 AITER = "amd-aiter>=0.1.13"
 #: fused_moe takes `swiglu_limit` from here on.
 AITER_MOE = "amd-aiter>=0.1.14"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from omniplat.capability import Capability, multiples
-from omniplat.portable.decoded import DECODED_EXPERTS, DECODED_RESIDENT
+from omniplat.portable.declared import PORTABLE_MOE
 from omniplat_rocm.capabilities.common import (
     AITER_CEIL,
     AITER_MOE,
@@ -20,8 +20,6 @@ from omniplat_rocm.capabilities.common import (
     HALF,
     MODULES,
     NEAREST_EVEN,
-    TORCH,
-    TRITON,
 )
 
 _EXPERTS = (
@@ -170,19 +168,7 @@ _EXPERTS = (
         moe_activations=("silu",),
         impl=f"{MODULES}.experts:ReencodedMoeMxfp4",
     ),
-    Capability(
-        "portable_moe",
-        "moe",
-        DECODED_EXPERTS,
-        ("a16",),
-        executes="a16",
-        dtypes=HALF,
-        requires=(TORCH, TRITON),
-        priority=5,
-        resident_by_weight=DECODED_RESIDENT,
-        refuses=("group_index", "pre_scale"),
-        impl="omniplat.portable.weight_only_experts:PortableExperts",
-    ),
+    PORTABLE_MOE,
 )
 
 

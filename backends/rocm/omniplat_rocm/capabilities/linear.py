@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from omniplat.capability import Capability, ShapeRule, multiples
-from omniplat.portable.decoded import DECODED_RESIDENT, DECODED_WEIGHTS, LOW_RANK_RESIDENT, LOW_RANK_WEIGHTS
+from omniplat.portable.declared import PORTABLE_LINEAR, PORTABLE_LOW_RANK
 from omniplat_rocm.capabilities.common import (
     AITER,
     AITER_CEIL,
@@ -18,8 +16,6 @@ from omniplat_rocm.capabilities.common import (
     HALF,
     MODULES,
     NEAREST_EVEN,
-    TORCH,
-    TRITON,
 )
 
 #: Tiles of weights, and of scales.
@@ -27,27 +23,6 @@ _A4W4 = (*multiples(32, "out"), *multiples(256, "in"))
 
 
 _A8W8 = multiples(16, "out", "in")
-_PORTABLE_LINEAR = Capability(
-    "portable_linear",
-    "linear",
-    DECODED_WEIGHTS,
-    ("a16",),
-    executes="a16",
-    dtypes=HALF,
-    requires=(TORCH, TRITON),
-    priority=5,
-    resident_by_weight=DECODED_RESIDENT,
-    refuses=("group_index",),
-    impl="omniplat.portable.weight_only:PortableLinear",
-)
-_PORTABLE_LOW_RANK = replace(
-    _PORTABLE_LINEAR,
-    name="portable_low_rank",
-    weights=LOW_RANK_WEIGHTS,
-    resident_by_weight=LOW_RANK_RESIDENT,
-    impl="omniplat.portable.low_rank:PortableLowRank",
-)
-
 CAPABILITIES = (
     Capability(
         "gemm_a8w8_fp8_shuffled",
@@ -205,6 +180,6 @@ CAPABILITIES = (
         resident=2.0,
         impl=f"{MODULES}.eight_bits:ReencodedMxfp4",
     ),
-    _PORTABLE_LINEAR,
-    _PORTABLE_LOW_RANK,
+    PORTABLE_LINEAR,
+    PORTABLE_LOW_RANK,
 )
