@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from omniplat.portable.launch import Describe, Launch
+from omniplat.portable.launch import Describe, Launch, is_nvidia
 
 #: Tiles of tokens that share the tiles of the weight while those are in the cache.
 _BAND = 8
@@ -146,9 +146,7 @@ def tile_of(m: int, columns: int, device: torch.device) -> Tile:
 @lru_cache(maxsize=64)
 def has_copy_engine(device: torch.device) -> bool:
     """True on NVIDIA from sm90 on, where this Triton has descriptors (3.4 and later)."""
-    if device.type != "cuda" or torch.version.hip is not None or find_spec("triton.tools.tensor_descriptor") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return is_nvidia(device, (9, 0)) and find_spec("triton.tools.tensor_descriptor") is not None
 
 
 def int8_product(

@@ -198,6 +198,13 @@ def _kind(number: float) -> object:
     return 1 if number == 1 else (number.bit_length() > 31, number % 16 == 0)
 
 
+def is_nvidia(device: torch.device, least: tuple[int, int]) -> bool:
+    """True on NVIDIA's devices of that compute capability and later."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= least
+
+
 def _has_listeners() -> bool:
     runtime = triton.knobs.runtime
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)

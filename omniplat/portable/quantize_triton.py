@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from omniplat.portable.launch import Launch
+from omniplat.portable.launch import Launch, is_nvidia
 from omniplat.portable.quantize import divisor, least_scale
 from omniplat.portable.rows_triton import launches_early, release_next, row_values, saturated_codes, tile_of
 from omniplat.scheme import TensorQuant
@@ -107,7 +107,7 @@ def _rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up among 
 @lru_cache(maxsize=64)
 def converts_fp8(device: torch.device) -> bool:
     """True on NVIDIA's devices that round f32 to e4m3 themselves: nearest even, saturating."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    return is_nvidia(device, (8, 9))
 
 
 def quantize_rows(

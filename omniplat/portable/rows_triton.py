@@ -14,14 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
+from omniplat.portable.launch import is_nvidia
+
 
 @lru_cache(maxsize=64)
 def launches_early(device: torch.device) -> bool:
     """True on NVIDIA's devices that may start a kernel before the one ahead of it has ended: from sm90 on. Not where
     Triton interprets."""
-    if device.type != "cuda" or torch.version.hip is not None or triton.knobs.runtime.interpret:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return is_nvidia(device, (9, 0)) and not triton.knobs.runtime.interpret
 
 
 @triton.jit

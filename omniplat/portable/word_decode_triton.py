@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from omniplat.portable.launch import is_nvidia
 from omniplat.portable.word_weights import WordForm
 from omniplat.portable.words import parts_of
 from omniplat.portable.words_ptx import Decoder, base_of, decoder
@@ -21,7 +22,7 @@ from omniplat.portable.words_ptx import Decoder, base_of, decoder
 @lru_cache(maxsize=64)
 def computes_in_pairs(device: torch.device) -> bool:
     """True where PTX computes on pairs of 16-bit floats, bf16 among them: NVIDIA from sm80 on."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return is_nvidia(device, (8, 0))
 
 
 def kind_of_zero(zero: torch.Tensor | None) -> str:

@@ -18,7 +18,7 @@ from omniplat.runtime.operators import linear_fake, new_library, register
 from omniplat.runtime.quant_text import decode_quant
 from omniplat.runtime.tensors import WeightTensors
 from omniplat_cuda.capabilities.torch_native import FP8_BLOCK
-from omniplat_cuda.kernels.ops import shaped
+from omniplat_cuda.kernels.ops import is_built_for_cuda, shaped
 
 _LIBRARY = new_library()
 #: Up to so many tokens Triton's product is as fast (docs/performance.md), and it is what computes where torch has none.
@@ -53,10 +53,9 @@ class ScaledMmBlock(PortableFp8Block):
 @lru_cache(maxsize=64)
 def has_block_product(device: torch.device) -> bool:
     """True where torch has the product: on sm90 alone, built with CUDA 12.9 or later."""
-    if device.type != "cuda" or torch.version.cuda is None:
+    if device.type != "cuda" or not is_built_for_cuda(12, 9):
         return False
-    cuda = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
-    return cuda >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _fp8_block_linear(

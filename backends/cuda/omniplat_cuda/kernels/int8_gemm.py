@@ -6,10 +6,10 @@ from functools import lru_cache
 
 import torch
 import triton
-from packaging.requirements import Requirement
-from packaging.version import Version
 
 from omniplat.portable import int8_gemm_triton
+from omniplat.portable.declared import meets
+from omniplat.portable.launch import is_nvidia
 from omniplat_cuda.capabilities.common import GLUON
 
 #: With as few tokens tiles of Hopper's kernel would be mostly empty.
@@ -42,11 +42,9 @@ def _has_whole_rows(codes: torch.Tensor) -> bool:
 @lru_cache(maxsize=64)
 def is_hopper(device: torch.device) -> bool:
     """True on NVIDIA's sm90, whose products of warpgroups later devices do not have, where `has_gluon`."""
-    if device.type != "cuda" or torch.version.hip is not None or not has_gluon():
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+    return has_gluon() and is_nvidia(device, (9, 0)) and not is_nvidia(device, (10, 0))
 
 
 def has_gluon() -> bool:
-    """True for the releases of Triton in whose Gluon Hopper's kernels are written, builds of one's own among them."""
-    return Requirement(GLUON).specifier.contains(Version(triton.__version__).base_version)
+    """True for the releases of Triton in whose Gluon Hopper's kernels are written."""
+    return meets(triton.__version__, GLUON)

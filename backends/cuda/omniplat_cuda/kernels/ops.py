@@ -27,13 +27,17 @@ _INT_MM_ROWS = 17
 _HALF = (torch.bfloat16, torch.float16)
 
 
+def is_built_for_cuda(major: int, minor: int) -> bool:
+    """True for a torch that was built for that release of CUDA, or a later one."""
+    return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2]) >= (major, minor)
+
+
 @lru_cache(maxsize=64)
 def _rowwise_outputs(device: torch.device) -> tuple[torch.dtype, ...]:
     """Output dtypes of `torch._scaled_mm` with scales per row: cuBLAS has them all from 12.9 on, on sm90 and later."""
     if device.type != "cuda":
         return (torch.bfloat16,)
-    cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
-    every = cuda >= (12, 9) and torch.cuda.get_device_capability(device) >= (9, 0)
+    every = is_built_for_cuda(12, 9) and torch.cuda.get_device_capability(device) >= (9, 0)
     return (*_HALF, torch.float32) if every else (torch.bfloat16,)
 
 
