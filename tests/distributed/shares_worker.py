@@ -2,9 +2,9 @@
 
     python -m tests.distributed.shares_worker ROOT DEVICE RANK SIZE FILE
 
-DEVICE is cpu (the cpu backend's kernels, gloo) or cuda (one GPU for each rank, NCCL). Outputs are in ROOT/RANK.npz, as
-`case|layer|input|what`: `part` of this rank, `total` of all of them, `whole` of one device. Rows of a column-parallel
-layer's total are those of one rank after the other's.
+DEVICE is cpu (the cpu backend's kernels, gloo), cuda (one GPU for each rank, NCCL) or cuda-shared (one GPU for all of
+them, which NCCL refuses: gloo). Outputs are in ROOT/RANK.npz, as `case|layer|input|what`: `part` of this rank, `total`
+of all of them, `whole` of one device. Rows of a column-parallel layer's total are those of one rank after the other's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from omniplat.runtime.moe import expert_map_of
 from omniplat.runtime.slicer import WHOLE, Rank, column_range
 from tests.distributed.shares import CASES, DOWN, UP, Case, gaussian, inputs, named, plan, routing, write
 
-COLLECTIVES = {"cpu": "gloo", "cuda": "nccl"}
+COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "cuda-shared": "gloo"}
 Outputs = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -109,8 +109,8 @@ def _mlp(up: QuantLinear, down: QuantLinear, x: torch.Tensor) -> torch.Tensor:
 def main(root: Path, device: str, index: int, size: int, file: str) -> None:
     torch.set_num_threads(1)
     on = torch.device("cpu")
-    if device == "cuda":
-        on = torch.device("cuda", index)
+    if device != "cpu":
+        on = torch.device("cuda", index if device == "cuda" else 0)
         torch.cuda.set_device(on)
     dist.init_process_group(
         COLLECTIVES[device],
@@ -120,7 +120,7 @@ def main(root: Path, device: str, index: int, size: int, file: str) -> None:
         timeout=timedelta(seconds=120),
         device_id=on if device == "cuda" else None,
     )
-    subject = find_subject(device)
+    subject = find_subject(on.type)
     found: dict[str, Array] = {}
     with torch.inference_mode():
         for case in CASES:

@@ -30,7 +30,9 @@ from tests.distributed import shares
 from tests.distributed.processes import run_ranks
 from tests.distributed.shares import DOWN, EXACT, MIXTURES, RANDOM, RANKS, UP, Case
 
+needs_one = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="no CUDA device")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+PLACES = ("cpu", pytest.param("cuda", marks=needs_two), pytest.param("cuda-shared", marks=needs_one))
 #: Distance from the oracle, beyond that of roundings to bf16, in units of its own quantization error: of values next to
 #: the middle of two codes, in an input and in what lies between two products.
 TIES, MIDDLE_TIES = 0.15, 0.6
@@ -79,12 +81,12 @@ class Shared:
         return sum((rounding(part, "bf16") for part in self.parts), rounding(self.total, "bf16"))
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=needs_two)])
+@pytest.fixture(scope="module", params=PLACES)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """One process group for all cases."""
     root = tmp_path_factory.mktemp("shares")
     run_ranks("tests.distributed.shares_worker", [str(root), request.param], root, RANKS, seconds=240)
-    return Found(request.param, root, [np.load(root / f"{rank}.npz") for rank in range(RANKS)])
+    return Found(request.param.partition("-")[0], root, [np.load(root / f"{rank}.npz") for rank in range(RANKS)])
 
 
 def each(cases: tuple[Case, ...]) -> pytest.MarkDecorator:
