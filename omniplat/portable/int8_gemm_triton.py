@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from omniplat.portable.launch import Describe, Launch, is_nvidia
+from omniplat.portable.launch import Launch, is_nvidia
+from omniplat.portable.tensor_maps import Describe
 
 #: Tiles of tokens that share the tiles of the weight while those are in the cache.
 _BAND = 8

@@ -14,7 +14,7 @@ Triton that change what is compiled are read when a specialization is first met.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ import triton
 from packaging.version import Version
 from triton.runtime import driver
 
+from omniplat.portable.tensor_maps import Describe, TensorMaps, maps_of, without_descriptors
+
 #: Releases of Triton (major, minor) whose compiled kernels are launched directly: `tests/portable/test_launch.py` ran
 #: with each of them.
 TESTED = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 Grid = tuple[int, int, int]
-#: Makes of a tensor what a kernel takes for it: Triton's descriptor, with the block that the copy engine moves.
-Describe = Callable[[torch.Tensor], Any]
 
 
 class Collector(Protocol):
@@ -67,7 +67,8 @@ def is_collecting() -> bool:
 class _Compiled:
     """A compiled form and what it is launched with; `constants` are the last of the kernel's arguments.
 
-    `owner` is Triton's object, with which the code would be unloaded.
+    `owner` is Triton's object, with which the code would be unloaded. `maps` are for the arguments, by their place from
+    the last to the first, that are tensor maps.
     """
 
     owner: Any
@@ -75,6 +76,7 @@ class _Compiled:
     function: int
     metadata: Any
     constants: tuple[object, ...]
+    maps: tuple[tuple[int, TensorMaps], ...]
 
 
 class Launch:
@@ -100,7 +102,7 @@ class Launch:
         """
         self._kernel = kernel
         self._constants = dict(constants)
-        self._described = tuple((described or {}).items())
+        self._described = dict(described or {})
         self._options = options
         self._compiled: dict[tuple[object, ...], _Compiled] = {}
         self._direct = is_tested() and isinstance(kernel, triton.JITFunction)
@@ -132,8 +134,8 @@ class Launch:
         if compiled is None or _has_listeners():
             self._hold(key, self._through_triton(grid, tensors, numbers))
             return
-        for place, describe in self._described:
-            pointers[place] = describe(tensors[place])
+        for place, maps in compiled.maps:
+            pointers[place : place + 1] = maps.of(tensors[place], pointers[place])
         compiled.run(
             *grid,
             active.get_current_stream(device),
@@ -161,7 +163,7 @@ class Launch:
         """The arguments as Triton takes them: it knows no pointer to nothing, so one to anything stands for it."""
         anything = first_tensor(tensors)
         arguments = [anything if tensor is None else tensor for tensor in tensors]
-        for place, describe in self._described:
+        for place, describe in self._described.items():
             arguments[place] = describe(tensors[place])
         return (*arguments, *numbers)
 
@@ -170,14 +172,16 @@ class Launch:
             return self._kernel[grid](*self._filled(tensors, numbers), **self._constants, **self._options)
 
     def _hold(self, key: tuple[object, ...], compiled: Any) -> None:
-        if compiled.metadata.target.backend == "cuda":
-            names = (name for name in self._kernel.arg_names if name in self._constants)
-            constants = tuple(self._constants[name] for name in names)
-            self._compiled[key] = _Compiled(
-                compiled, compiled.run, compiled.function, compiled.packed_metadata, constants
-            )
-        else:
+        maps = maps_of(compiled, self._described) if compiled.metadata.target.backend == "cuda" else {}
+        if compiled.metadata.target.backend != "cuda" or maps.keys() != self._described.keys():
             self._direct = False
+            return
+        names = (name for name in self._kernel.arg_names if name in self._constants)
+        constants = tuple(self._constants[name] for name in names)
+        run = without_descriptors(compiled.run) if maps else compiled.run
+        self._compiled[key] = _Compiled(
+            compiled, run, compiled.function, compiled.packed_metadata, constants, tuple(maps.items())
+        )
 
 
 def first_tensor(arguments: Sequence[Any]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from omniplat.portable.quantize import has_triton
@@ -197,28 +197,6 @@ def test_while_launches_are_collected_nothing_is_launched(driver: StandIn) -> No
     assert [value is values for value in collected[0][1][:3]] == [True, True, True]
     launch((1, 1, 1), (values, None, values), (1, 16, 1))
     assert len(driver.launched) == 1
-
-
-@needs_compiler
-@settings(max_examples=15)
-@given(calls=st.lists(st.tuples(st.sampled_from([0, 1]), DTYPES, st.sampled_from([2, 5, 32]), st.booleans())))
-def test_a_descriptor_is_made_anew_for_every_call(calls: list[tuple[int, torch.dtype, int, bool]]) -> None:
-    """Of the tensor of that call, and for the form of the kernel that Triton would take for such a descriptor."""
-    described = pytest.importorskip("triton.tools.tensor_descriptor", reason="this Triton has no descriptors")
-    block = [2, 16]
-    describe = lambda tensor: described.TensorDescriptor.from_tensor(tensor, block)  # noqa: E731
-    with standing_in(StandIn()) as driver:
-        _, kernel = made(driver)
-        launch = Launch(kernel, {"TWICE": False, "BLOCK": 16}, described={0: describe}, num_warps=4)
-        for driver.device, dtype, rows, has_b in calls:
-            a, out = torch.zeros(rows, 32, dtype=dtype), tensor(dtype)
-            b = out if has_b else None
-            launch((1, 1, 1), (a, b, out), (rows, 16, 1))
-            found = driver.launched[-1]
-            wanted = kernel.run(describe(a), out, out, rows, 16, 1, False, 16, grid=(1,), warmup=True, num_warps=4)
-            assert found.function == wanted.function
-            descriptor = found.arguments[0]
-            assert (descriptor.base is a, descriptor.shape, descriptor.block_shape) == (True, a.shape, block)
 
 
 @needs_compiler

@@ -1,4 +1,7 @@
-"""A driver for Triton where no device is: kernels are bound and compiled as for one, and launches are written down."""
+"""A driver for Triton where no device is: kernels are bound and compiled as for one, and launches are written down.
+
+Triton's launcher for NVIDIA's devices runs as far as it is Python: what is written down is what its C would be given.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,28 @@ class StandIn:
     def unload_module(self, module: int) -> None:
         return None
 
-    def launcher_cls(self, source: object, metadata: object) -> Any:
-        return self.run
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        launcher = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
+        names = ("num_ctas", "launch_cooperative_grid", "launch_pdl", "arg_annotations", "kernel_signature")
+        sizes = [f"{kind}_scratch_{what}" for kind in ("global", "profile") for what in ("size", "align")]
+        vars(launcher).update(dict.fromkeys(names), gsan_enabled=False, **dict.fromkeys(sizes, 0))
+        meta = getattr(metadata, "tensordesc_meta", None)
+        launcher.launch = nvidia.wrap_handle_tensordesc(self.launch, dict(source.signature), meta)
+        return launcher
+
+    def fill_tma_descriptor(self, pointer: int, *description: Any) -> tuple[Any, ...]:
+        """A tensor map. 3.7 named it anew."""
+        return ("map", pointer, *map(_plain, description))
+
+    fill_tma_descriptor_tiled = fill_tma_descriptor
+
+    def launch(self, x: int, y: int, z: int, stream: int, function: object, *rest: Any) -> None:
+        """What takes the place of Triton's C, whose arguments 3.7 put in another order."""
+        if triton.__version__.startswith("3.6."):
+            _, _, _, _, _, launch_metadata, enter, leave, *arguments = rest
+        else:
+            _, _, _, launch_metadata, enter, leave, _, _, _, _, arguments = rest
+        self.run(x, y, z, stream, function, None, launch_metadata, enter, leave, *arguments)
 
     def run(self, x: int, y: int, z: int, stream: int, function: object, metadata: object, *rest: Any) -> None:
         launch_metadata, enter, leave, *arguments = rest
@@ -68,6 +92,11 @@ class StandIn:
         self.launched.append(Launched(function, (x, y, z), stream, tuple(arguments)))
         if leave is not None:
             leave(launch_metadata)
+
+
+def _plain(value: Any) -> Any:
+    """Shapes and strides come as lists, tuples and torch's sizes."""
+    return tuple(value) if isinstance(value, list | tuple) else value
 
 
 @contextmanager

@@ -27,7 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from omniplat.portable.launch import Describe, Launch
+from omniplat.portable.launch import Launch
+from omniplat.portable.tensor_maps import Describe
 from omniplat_cuda.kernels import predecessor
 from omniplat_cuda.kernels.decoded_ptx import CONSTRAINTS, decoder
 from omniplat_cuda.kernels.decoded_words import BLOCK
