@@ -173,6 +173,14 @@ ACTIVATION_ORDER: tuple[tuple[tuple[str, ...], ...], ...] = (
 )
 
 
+def unfit(capability: Capability, sizes: Mapping[str, int]) -> Rejected | None:
+    """The first rule for one of these dimensions that its size breaks."""
+    for rule in capability.shapes:
+        if rule.dim in sizes and not rule.accepts(sizes[rule.dim]):
+            return Rejected(rule.dim, rule.needed, str(sizes[rule.dim]))
+    return None
+
+
 def compare_activation(declared: str, executed: str) -> str:
     """How `executed` stands to `declared`: "same", "regrouped", "upgraded", "weight-only" or "changed".
 

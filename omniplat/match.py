@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from packaging.requirements import Requirement
 
-from omniplat.capability import Accepted, Capability, Decision, Rejected, compare_activation, matches, unfollowed
+from omniplat.capability import Accepted, Capability, Decision, Rejected, compare_activation, matches, unfit, unfollowed
 from omniplat.device import Device
 from omniplat.host import installed_version
 from omniplat.layer import LayerSpec
@@ -90,9 +90,8 @@ def decide(
     sizes = {"in": spec.in_features, "out": spec.out_features}
     if spec.moe is not None:
         sizes |= {"intermediate": spec.moe.intermediate, "experts": spec.moe.experts}
-    for rule in capability.shapes:
-        if rule.dim in sizes and not rule.accepts(sizes[rule.dim]):
-            return Rejected(rule.dim, rule.needed, str(sizes[rule.dim]))
+    if (unfitting := unfit(capability, sizes)) is not None:
+        return unfitting
     if not (device.described and capability.assumed):
         for text in capability.requires:
             missing = unmet(text, device)

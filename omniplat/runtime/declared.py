@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from omniplat.capability import Capability, compare_activation, matches, unfollowed
+from omniplat.capability import Capability, compare_activation, matches, unfit, unfollowed
 from omniplat.errors import UnsupportedCombinationError
 from omniplat.layer import LayerSpec
 from omniplat.runtime.tensors import WeightTensors
@@ -20,7 +20,8 @@ _INPUT_ROLES = ("input_scale", "input_zero_point", "input_global_scale")
 def require_declared(
     backend: str, capability: Capability, weight: WeightTensors, spec: LayerSpec, roles: Iterable[str]
 ) -> None:
-    """Raise UnsupportedCombinationError unless `capability` declares the weight's scheme, and takes its rules.
+    """Raise UnsupportedCombinationError unless `capability` declares the weight's scheme, and takes its rules and, of
+    a linear layer, its sizes: those of this rank's part, which is what the kernel has.
 
     `roles` are the canonical tensors that the kernel reads beside `bias`: a weight with others (`zero_point`,
     `group_index`, `pre_scale`) means something else without them. Static input scales need not be among them where
@@ -38,6 +39,10 @@ def require_declared(
     if not runs:
         needed = capability.executes or ", ".join(capability.activations)
         reasons.append(f"{capability.name}  needs activation {needed}, found {declared}")
+    if spec.op == "linear":
+        sizes = {"in": weight.in_features, "out": weight.out_features}
+        if (unfitting := unfit(capability, sizes)) is not None:
+            reasons.append(f"{capability.name}  {unfitting}")
     other = unfollowed(capability, scheme.activation)
     if other is not None and not capability.substitutes:
         reasons.append(f"{capability.name}  {other}")

@@ -36,8 +36,10 @@ def _inside(subject: Subject, profile: str) -> Iterable[Case]:
     """The smallest legal size of every dimension that has a rule, the next one, and the largest."""
     for case in representative(subject):
         for dim in dict.fromkeys(rule.dim for rule in case.capability.shapes):
-            rules = [rule for rule in case.capability.shapes if rule.dim == dim]
-            unit = columns_unit(case.scheme) if dim in ("in", "intermediate") else 1
+            # what experts put out is as wide as what they take in
+            dims = ("in", "out") if case.experts and dim in ("in", "out") else (dim,)
+            rules = [rule for rule in case.capability.shapes if rule.dim in dims]
+            unit = columns_unit(case.scheme) if {"in", "intermediate"} & set(dims) else 1
             smallest = fitting(1, rules, unit)
             largest = max((rule.maximum for rule in rules), default=0)
             sizes = [smallest, fitting(smallest + 1, rules, unit)]

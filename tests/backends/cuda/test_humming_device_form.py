@@ -125,3 +125,15 @@ class TestExperts:
         )
         # compiled while they were collected
         assert (on_device.launched, len(on_device.compiled)) == (2, 2)
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4/a16", "mxfp8/a16", "nvfp4/a16"])
+def test_buffers_are_numbers_that_torch_computes_with(scheme: str, on_device: Kernels) -> None:
+    """Bytes, where humming takes numbers of 8 bits, of which operators are asked what they write to."""
+    for layer in (
+        layer_of("humming_linear", linear.weight_of(scheme, 48, 256), "cpu"),
+        experts.layer_of(*experts.weights_of(scheme), "cpu"),
+    ):
+        found = {name: buffer.dtype for name, buffer in layer.named_buffers()}
+        assert torch.uint8 in found.values(), found
+        assert not [name for name, dtype in found.items() if dtype.is_floating_point and dtype.itemsize == 1], found

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from omniplat.errors import UnsupportedCombinationError
 from omniplat.layer import LayerSpec
 from omniplat.portable.eight_bits import as_numbers, quantized
 from omniplat.portable.fp8_block import ARGUMENTS, Fp8BlockConfig, PortableFp8Block, fp8_block_linear
@@ -26,7 +25,6 @@ _LIBRARY = new_library()
 FEW_TOKENS = 16
 #: cuBLAS takes tokens in fours.
 _FOUR = 4
-_BLOCK = 128
 
 
 class ScaledMmBlock(PortableFp8Block):
@@ -43,10 +41,6 @@ class ScaledMmBlock(PortableFp8Block):
         """Raises UnsupportedCombinationError for what the capability does not declare, InvalidCheckpointError for NaN
         codes."""
         require_declared("cuda", FP8_BLOCK, weight, spec, ("codes", "scale", "pre_scale"))
-        if weight.out_features % _BLOCK or weight.in_features % (4 * _BLOCK):
-            raise UnsupportedCombinationError(
-                "cuda", spec.op, weight.scheme.id, [spec.name], [f"{self.name}  needs N in 128s and K in 512s"]
-            )
         return super().prepare(weight, spec)
 
 

@@ -4,7 +4,7 @@ For N rows and K columns, filled up to multiples of 256 rows and 128 columns:
 
     weight          int32 [N, K * bits / 32], codes from the low bits upwards; signed integers are held as what they are
                     above their smallest number
-    weight_scale    group: [N, K / group], channel: [N, 1], in the layer's dtype, or of e8m0 or e4m3;
+    weight_scale    group: [N, K / group], channel: [N, 1], in the layer's dtype, or uint8, bytes of e8m0 or e4m3;
                     block: f32 [N / rows, K / group]; tensor: f32 [1]
     weight_scale_2  tensor: f32 [1]; channel: [N] in the layer's dtype
     zero_point      int32 [N * bits / 32, K / group], packed like codes, but along N; or [N, K / group] in the layer's
@@ -48,6 +48,8 @@ _CODES = {
     "int8_bnb": ("uint8", 8),
 }
 _SCALES = {"e8m0": "float8e8m0", "e4m3": "float8e4m3"}
+#: humming's name of scales of 8 bits -> torch's dtype, as which humming takes them. Buffers hold their bytes.
+_BYTES = {"float8e8m0": torch.float8_e8m0fnu, "float8e4m3": torch.float8_e4m3fn}
 _FLOATS = {"bf16": "bfloat16", "f16": "float16"}
 
 
@@ -228,10 +230,20 @@ def _code_bytes(weight: WeightTensors, form: HummingForm, name: str) -> torch.Te
 def _group_scale(scale: torch.Tensor, form: HummingForm, name: str) -> torch.Tensor:
     rows, groups = form.padded[0], form.padded[1] // form.group
     if form.scale_dtype == "float8e8m0":
-        return _filled(e8m0_scale(scale, name), rows, groups).view(torch.float8_e8m0fnu)
+        return _filled(e8m0_scale(scale, name), rows, groups)
     if form.scale_dtype == "float8e4m3":
-        return _filled(scale.contiguous().view(torch.uint8), rows, groups).view(torch.float8_e4m3fn)
+        return _filled(scale.contiguous().view(torch.uint8), rows, groups)
     return _filled(scale.to(form.dtype), rows, groups)
+
+
+def as_numbers(scale: torch.Tensor, form: HummingForm) -> torch.Tensor:
+    """`weight_scale` as humming takes it: bytes in their format."""
+    return scale.view(_BYTES[form.scale_dtype]) if scale.dtype == torch.uint8 else scale
+
+
+def as_bytes(scale: torch.Tensor) -> torch.Tensor:
+    """`weight_scale` as a buffer: torch has operations on uint8 that it has on no number of 8 bits."""
+    return scale.view(torch.uint8) if scale.dtype in _BYTES.values() else scale
 
 
 def _filled(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -273,8 +285,8 @@ def dequantized(tensors: dict[str, torch.Tensor], form: HummingForm) -> torch.Te
         weight = weight - zero.repeat_interleave(columns // groups, 1)
     scale = tensors["weight_scale"]
     if form.scale_dtype == "float8e8m0":
-        scale = torch.exp2(scale.view(torch.uint8).to(torch.float32) - 127.0)
-    scale = scale.to(torch.float32)
+        scale = torch.exp2(scale.to(torch.float32) - 127.0)
+    scale = as_numbers(scale, form).to(torch.float32)
     if form.scale == "tensor":
         weight = weight * scale.reshape(())
     else:

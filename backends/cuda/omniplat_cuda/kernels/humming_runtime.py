@@ -28,7 +28,7 @@ from humming.utils.cpu import get_parallel_build_workers
 from omniplat.errors import UsageError
 from omniplat.portable.launch import is_collecting
 from omniplat_cuda.kernels.humming_fixups import fixed
-from omniplat_cuda.kernels.humming_forms import COLUMNS, ROWS, HummingForm
+from omniplat_cuda.kernels.humming_forms import COLUMNS, ROWS, HummingForm, as_bytes, as_numbers
 
 #: Numbers of rows that kernels are compiled for. Tiles grow with them up to 176 rows.
 BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -52,6 +52,7 @@ def laid_out(
     inputs of the layer's dtype.
     """
     device = tensors["weight"].device
+    taken = {**tensors, "weight_scale": as_numbers(tensors["weight_scale"], form)}
     with torch.cuda.device(device):
         config = prepare_layer_config(
             form.out_features,
@@ -73,11 +74,11 @@ def laid_out(
             has_bias=form.bias,
             torch_dtype=form.dtype,
             device=device,
-            tensors=dict(tensors),
+            tensors=dict(taken),
         )
-        config, adjusted = prepare_fp16_e8m0_scale(config, dict(tensors))
+        config, adjusted = prepare_fp16_e8m0_scale(config, dict(taken))
         outputs = transform_humming_tensors(config, adjusted, already_padded=True)
-    return config.to_str(), dict(outputs)
+    return config.to_str(), {**outputs, "weight_scale": as_bytes(outputs["weight_scale"])}
 
 
 def bucket_of(rows: int, gemm_type: str) -> int:
@@ -205,7 +206,7 @@ def launch(
         configs=kernel.result(),
         inputs=x,
         weight=weight,
-        weight_scale=weight_scale,
+        weight_scale=as_numbers(weight_scale, form),
         weight_scale_2=weight_scale_2,
         zero_point=zero_point,
         bias=bias,
