@@ -28,8 +28,8 @@ from triton.runtime import driver
 
 from omniplat.portable.tensor_maps import Describe, TensorMaps, maps_of, without_descriptors
 
-#: Releases of Triton (major, minor) whose compiled kernels are launched directly: `tests/portable/test_launch.py` ran
-#: with each of them.
+#: Releases of Triton (major, minor) whose compiled kernels are launched directly: `tests/portable/test_launch.py` and
+#: `test_tensor_maps.py` ran with each of them.
 TESTED = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 Grid = tuple[int, int, int]

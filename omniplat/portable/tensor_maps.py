@@ -17,8 +17,8 @@ import torch
 
 #: Makes of a tensor what a kernel takes for it: Triton's descriptor, with the block that the copy engine moves.
 Describe = Callable[[torch.Tensor], Any]
-#: Maps that are kept for one argument: addresses and numbers of tokens return, but not for ever.
-_KEPT = 1024
+#: Maps that are kept for one argument: weights of all layers share a kernel, and numbers of tokens return.
+_KEPT = 4096
 
 
 class TensorMaps:

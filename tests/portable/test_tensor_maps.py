@@ -78,11 +78,11 @@ def differing(first: tuple[int, ...], second: tuple[int, ...]) -> list[Any]:
 
 
 @needs_compiler
-@example(calls=differing((0, 2, 16, 48), (0, 2, 16, COLUMNS)), kept=1024)
-@example(calls=differing((0, 2, 16, 48), (0, 2, 48, 48)), kept=1024)
-@example(calls=differing((0, 2, 16, 48), (1, 2, 16, 48)), kept=1024)
+@example(calls=differing((0, 2, 16, 48), (0, 2, 16, COLUMNS)), kept=4096)
+@example(calls=differing((0, 2, 16, 48), (0, 2, 48, 48)), kept=4096)
+@example(calls=differing((0, 2, 16, 48), (1, 2, 16, 48)), kept=4096)
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(calls=st.lists(CALLS, max_size=8), kept=st.sampled_from([1, 2, 1024]))
+@given(calls=st.lists(CALLS, max_size=8), kept=st.sampled_from([1, 2, 4096]))
 def test_a_launch_gets_what_triton_would_make(driver: StandIn, calls: list[Any], kept: int) -> None:
     """Of tensors that lie where others lay, with other shapes, strides and dtypes; however few maps are kept."""
     memory = [torch.zeros(4096, dtype=torch.uint8) for _ in PLACES]
