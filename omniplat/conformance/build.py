@@ -10,10 +10,11 @@ import torch
 
 from omniplat.canonical import Array, CanonicalWeight
 from omniplat.capability import Capability
+from omniplat.conformance.cases import SILU, Gating, moe_spec
 from omniplat.conformance.expected import Routing
 from omniplat.conformance.subject import Subject
 from omniplat.conformance.tolerances import Float64
-from omniplat.layer import LayerSpec, MoeSpec
+from omniplat.layer import LayerSpec
 from omniplat.runtime.kernel import LinearKernel, MoeKernel, Workspaces
 from omniplat.runtime.layers import QuantExperts, QuantLinear
 from omniplat.runtime.tensors import DTYPES, to_torch
@@ -32,13 +33,19 @@ def linear_layer(subject: Subject, capability: Capability, weight: CanonicalWeig
 
 
 def expert_layer(
-    subject: Subject, capability: Capability, w13: CanonicalWeight, w2: CanonicalWeight, dtype: str
+    subject: Subject,
+    capability: Capability,
+    w13: CanonicalWeight,
+    w2: CanonicalWeight,
+    dtype: str,
+    gating: Gating = SILU,
 ) -> QuantExperts:
     """A layer of experts from stacked canonical weights."""
     kernel = subject.kernel(capability)
     assert isinstance(kernel, MoeKernel), f"{capability.impl} is no MoeKernel"
     count, inner = w13.tensors["codes"].shape[0], w2.in_features
-    moe = MoeSpec(count, inner, w2_scheme=w2.scheme if w2.scheme != w13.scheme else None)
+    other = w2.scheme if w2.scheme != w13.scheme else None
+    moe = replace(moe_spec(count, inner, gating), w2_scheme=other)
     bias = "bias" in w13.tensors
     rows = w2.out_features
     spec = LayerSpec("conformance.experts", "moe", rows, rows, w13.scheme, dtype, bias, (inner, inner), moe)

@@ -28,9 +28,21 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class Gating:
+    """What experts compute between their two products: the fields of `MoeSpec` of the same names."""
+
+    activation: str = "silu"
+    limit: float = 0.0
+    alpha: float = 1.0
+
+
+SILU = Gating()
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
-    """One layer of one capability. `dtype` is that of input and output; `rows` M, `n` N, `k` K, `inner` and `experts`
-    those of a layer of experts. `variant` tells cases apart that differ in nothing else."""
+    """One layer of one capability. `dtype` is that of input and output; `rows` M, `n` N, `k` K, `inner`, `experts` and
+    `gating` those of a layer of experts. `variant` tells cases apart that differ in nothing else."""
 
     capability: Capability
     scheme: Scheme
@@ -42,6 +54,7 @@ class Case:
     experts: int = 0
     bias: bool = False
     variant: str = ""
+    gating: Gating = SILU
 
     @property
     def id(self) -> str:
@@ -53,14 +66,18 @@ class Case:
     @property
     def spec(self) -> LayerSpec:
         if self.experts:
-            moe = MoeSpec(self.experts, self.inner)
             parts = (self.inner, self.inner)
+            moe = moe_spec(self.experts, self.inner, self.gating)
             return LayerSpec("c", "moe", self.k, self.k, self.scheme, self.dtype, self.bias, parts, moe)
         return LayerSpec("c", "linear", self.n, self.k, self.scheme, self.dtype, self.bias, (self.n,))
 
     def rng(self) -> np.random.Generator:
         """Random numbers of this case alone, the same in every run."""
         return np.random.default_rng(zlib.crc32(self.id.encode()))
+
+
+def moe_spec(experts: int, inner: int, gating: Gating) -> MoeSpec:
+    return MoeSpec(experts, inner, gating.activation, limit=gating.limit, alpha=gating.alpha)
 
 
 def schemes_of(subject: Subject, capability: Capability, profile: str) -> tuple[Scheme, ...]:

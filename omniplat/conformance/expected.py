@@ -9,6 +9,7 @@ import numpy as np
 from omniplat import oracle
 from omniplat.canonical import Array, CanonicalWeight
 from omniplat.capability import Capability
+from omniplat.conformance.cases import SILU, Gating, moe_spec
 from omniplat.conformance.inputs import as_dtype
 from omniplat.conformance.tolerances import UNITS, Float64, accumulation, operand_unit, rounding
 from omniplat.layer import MoeSpec
@@ -116,10 +117,11 @@ def experts(
     routing: Routing,
     capability: Capability,
     dtype: str,
+    gating: Gating = SILU,
     *,
     rounds_middle: bool = False,
 ) -> Expected:
-    """A layer of experts with silu, row by row of `x` [M, K]. `allowed` is infinite where activations are quantized.
+    """A layer of experts, row by row of `x` [M, K]. `allowed` is infinite where activations are quantized.
 
     `rounds_middle`: what lies between the two products is rounded to the dtype before it is quantized, as many kernels
     do. Either is right, and where a row's middle is dominated by few values they differ by as much as the quantization.
@@ -128,7 +130,7 @@ def experts(
     more than any rounding error, which the noise tier judges.
     """
     executed = executed_activation(capability, w13.scheme)
-    moe = MoeSpec(w13.tensors["codes"].shape[0], w2.in_features)
+    moe = moe_spec(w13.tensors["codes"].shape[0], w2.in_features, gating)
 
     def as_middle(values: Float64) -> Float64:
         return as_dtype(values, dtype).astype(np.float64)
@@ -147,27 +149,42 @@ def experts(
         at, slots = np.nonzero(routing.ids == expert)
         first, second = (oracle_moe.expert_of(weight, int(expert)) for weight in (w13, w2))
         share = np.abs(routing.weights[at, slots].astype(np.float64))[:, None]
-        own = share * _mlp_allowed(x[at], first, second, capability, dtype)
+        own = share * _mlp_allowed(x[at], first, second, capability, dtype, moe)
         np.add.at(allowed, at, own)
     # The weighted sum over the chosen experts is a handful of additions more.
     allowed = allowed + np.abs(y) * 8 * UNITS["f32"]
     return Expected(y, unquantized, allowed + rounding(np.abs(y) + allowed, dtype))
 
 
-def _silu(values: Float64) -> Float64:
-    return np.asarray(values * (0.5 + 0.5 * np.tanh(values / 2)), np.float64)
+#: The steepest that silu, both forms of gelu and gpt-oss' gate get: gelu at the square root of 2.
+_STEEPEST = 1.13
 
 
-def _mlp_allowed(x: Array, w13: CanonicalWeight, w2: CanonicalWeight, capability: Capability, dtype: str) -> Float64:
+def _gated(gate: Float64, up: Float64, gate_error: Float64, up_error: Float64, moe: MoeSpec) -> tuple[Float64, Float64]:
+    """What lies between the two products, and how far off it may be where gate and up are off by their errors.
+
+    Clamping moves nothing further apart. The evaluation of an activation itself takes a few roundings of its argument.
+    """
+    hidden = oracle_moe.activate(gate, up, moe)
+    if moe.limit:
+        gate, up = np.minimum(gate, moe.limit), np.clip(up, -moe.limit, moe.limit)
+    squares, shifts = moe.activation == "relu2", moe.activation == "swiglu-oai"
+    factor = np.abs(up + 1.0 if shifts else up)
+    alone = np.abs(oracle_moe.activate(gate, np.full_like(up, 0.0 if shifts else 1.0), replace(moe, limit=0.0)))
+    steepness = 2 * (np.abs(gate) + gate_error) if squares else _STEEPEST
+    evaluation = (np.square(gate) if squares else np.abs(gate)) * (np.abs(up) + shifts) * 2.0**-20
+    return hidden, steepness * gate_error * (factor + up_error) + alone * up_error + evaluation
+
+
+def _mlp_allowed(
+    x: Array, w13: CanonicalWeight, w2: CanonicalWeight, capability: Capability, dtype: str, moe: MoeSpec
+) -> Float64:
     """Error propagated through gate, up, their product and the second linear; the middle is rounded to the dtype."""
     plain = replace(capability, executes="a16")
     first = linear(x, w13, plain, dtype)
     inner = w13.out_features // 2
     gate, up = first.y[:, :inner], first.y[:, inner:]
-    gate_error, up_error = first.allowed[:, :inner], first.allowed[:, inner:]
-    hidden = _silu(gate) * up
-    # silu' lies within [-0.1, 1.1]; its own evaluation takes a few roundings.
-    error = 1.1 * gate_error * (np.abs(up) + up_error) + np.abs(_silu(gate)) * up_error + np.abs(hidden) * 2.0**-20
+    hidden, error = _gated(gate, up, first.allowed[:, :inner], first.allowed[:, inner:], moe)
     error = error + rounding(np.abs(hidden) + error, dtype)
     second = linear(hidden, w2, plain, dtype)
     return np.asarray(second.allowed + error @ np.abs(oracle.dequantize(w2)).T, np.float64)

@@ -59,17 +59,33 @@ def spread_groups(
 
 def representable_input(quant: TensorQuant | None, rows: int, columns: int, rng: np.random.Generator) -> Array:
     """An input [M, K], f32, that `quant` represents exactly; integers of at most 4 for None."""
-    if quant is None:
+    if quant is None or quant.element == "int8_bnb":
         values: Array = rng.integers(-4, 5, (rows, columns)).astype(np.float32)
         return values
+    return _on_codes(quant, rows, columns, rng, ties=False)
+
+
+def tied_input(quant: TensorQuant, rows: int, columns: int, rng: np.random.Generator) -> Array:
+    """The same with values half way between two codes instead of codes: only the rounding decides between them."""
+    return _on_codes(quant, rows, columns, rng, ties=True)
+
+
+def _between(codes: Array, top: float) -> Array:
+    """What lies half way between neighbours of `codes`, up to `top` on both sides."""
+    known = np.unique(codes)
+    middles: Array = (known[1:] + known[:-1]) / 2
+    return middles[np.abs(middles) <= top]
+
+
+def _on_codes(quant: TensorQuant, rows: int, columns: int, rng: np.random.Generator, *, ties: bool) -> Array:
     base = low_rank_base(quant) or quant
-    if base.element == "int8_bnb":
-        return representable_input(None, rows, columns, rng)
     if base.second_scale == "global":
-        return _nvfp4(rows, columns, base.group_size, rng, has_global=quant is base)
+        return _nvfp4(rows, columns, base.group_size, rng, has_global=quant is base, ties=ties)
     size = base.group_size if base.granularity == "group" else columns
     values = np.empty((rows, columns), np.float32)
     codes, anchors = _codes(base)
+    if ties:
+        codes = _between(codes, float(np.abs(anchors).max()))
     for start in range(0, columns, size):
         stop = min(start + size, columns)
         values[:, start:stop] = rng.choice(codes, (rows, stop - start))
@@ -115,9 +131,11 @@ def _static_scale(quant: TensorQuant) -> float:
     return float(static_input(quant)["input_scale"][0])
 
 
-def _nvfp4(rows: int, columns: int, size: int, rng: np.random.Generator, *, has_global: bool) -> Array:
+def _nvfp4(rows: int, columns: int, size: int, rng: np.random.Generator, *, has_global: bool, ties: bool) -> Array:
     """Groups with maximum 6 times a power of two; the first group of the tensor sets the global scale to 1."""
     finite = element_values("fp4_e2m1")
+    if ties:
+        finite = _between(finite, 6.0)
     values: Array = rng.choice(finite, (rows, columns)).astype(np.float32)
     for start in range(0, columns, size):
         stop = min(start + size, columns)

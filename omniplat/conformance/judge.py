@@ -38,9 +38,11 @@ class LinearTrial:
     layer: QuantLinear
 
     def input(self, rows: int | None = None) -> Array:
-        """Rows that the executed quantization represents exactly."""
+        """Rows that the executed quantization represents exactly: where there is none, any numbers of the dtype."""
         executed = executed_activation(self.case.capability, self.case.scheme)
         count = self.case.rows if rows is None else rows
+        if executed is None:
+            return random_input(count, self.case.k, self.case.rng(), self.case.dtype)
         return as_dtype(representable_input(executed, count, self.case.k, self.case.rng()), self.case.dtype)
 
     def expect(self, x: Array) -> Expected:
@@ -97,7 +99,9 @@ class ExpertTrial:
 
     def expect(self, x: Array, routing: Routing, *, rounds_middle: bool = False) -> Expected:
         case = self.case
-        return expected.experts(x, self.w13, self.w2, routing, case.capability, case.dtype, rounds_middle=rounds_middle)
+        return expected.experts(
+            x, self.w13, self.w2, routing, case.capability, case.dtype, case.gating, rounds_middle=rounds_middle
+        )
 
     def run(self, x: Array, routing: Routing, expert_map: Array | None = None) -> Float64:
         return run_experts(self.layer, x, routing, self.case.dtype, self.subject, expert_map)
@@ -125,7 +129,7 @@ def assert_experts_right(case: Case, found: Float64, wanted: Expected) -> float:
 
 def expert_trial(subject: Subject, case: Case) -> ExpertTrial:
     w13, w2 = expert_weights(case)
-    layer = expert_layer(subject, case.capability, w13, w2, case.dtype)
+    layer = expert_layer(subject, case.capability, w13, w2, case.dtype, case.gating)
     return ExpertTrial(subject, case, w13, w2, layer)
 
 

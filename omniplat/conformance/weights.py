@@ -54,7 +54,7 @@ def random_weight(
         tensors["pre_scale"] = np.exp2(rng.integers(-2, 3, columns)).astype(np.float32)
     tensors |= static_input(scheme.activation)
     if bias:
-        tensors["bias"] = _normal(rng, (rows,)).astype(_FLOATS[stored])
+        tensors["bias"] = rng.standard_normal(rows).astype(_FLOATS[stored])
     return CanonicalWeight(scheme, rows, columns, tensors)
 
 
@@ -75,6 +75,16 @@ def exact_weight(
     tensors = dict(weight.tensors) | static_input(scheme.activation)
     if bias:
         tensors["bias"] = rng.integers(-4, 5, rows).astype(ml_dtypes.bfloat16)
+    return replace(weight, tensors=tensors)
+
+
+def full_weight(scheme: Scheme, rows: int, columns: int, rng: np.random.Generator, *, bias: bool) -> CanonicalWeight:
+    """A weight of integers of at most 4 in every column: sums are integers that f32 holds and shorter floats do not."""
+    limit = int(min(4, element_max(scheme.weight.element) if scheme.weight.element != "bf16" else 4))
+    weight = _encoded(scheme, rng.integers(-limit, limit + 1, (rows, columns)).astype(np.float64))
+    tensors = dict(weight.tensors) | static_input(scheme.activation)
+    if bias:
+        tensors["bias"] = rng.integers(-64, 65, rows).astype(ml_dtypes.bfloat16)
     return replace(weight, tensors=tensors)
 
 

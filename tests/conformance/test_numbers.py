@@ -39,6 +39,23 @@ def test_a_representable_input_is_its_own_quantization(text: str) -> None:
             np.testing.assert_array_equal(inputs.as_dtype(x, dtype), x)
 
 
+@pytest.mark.parametrize("text", OWN)
+def test_ties_are_decided_by_the_rounding_alone(text: str) -> None:
+    """Every value lies half way between the codes that rounding down and rounding to nearest even choose, or on one."""
+    quant = parse_activation_id(text)
+    assert quant is not None
+    x = inputs.tied_input(quant, 5, 1024, np.random.default_rng(1))
+    np.testing.assert_array_equal(inputs.as_dtype(x, "f16"), x)
+    static = weights.static_input(quant)
+    even, away, zero = (
+        oracle.quantize_activation(x, replace(quant, rounding=rounding), **static)
+        for rounding in ("nearest-even", "half-away", "half-to-zero")
+    )
+    assert ((even == away) | (even == zero)).all()
+    assert (away != zero).mean() > 0.5
+    np.testing.assert_array_equal(x, (away + zero) / 2)
+
+
 @pytest.mark.parametrize("text", [text for text in catalog.WEIGHTS if text not in ("svdq-int4", "gguf-q8_k")])
 def test_random_weights_use_their_range(text: str) -> None:
     pytest.importorskip("gguf")

@@ -48,5 +48,8 @@ def test_what_the_tiers_say(runs: Runs) -> None:
     assert "bound" in failing(runs, "zoo-scale-row")
     assert {"noise", "range_of_rows"} <= failing(runs, "zoo-bf16-fallback")
     assert "range_of_rows" in failing(runs, "zoo-per-tensor")
-    assert failing(runs, "zoo-own-rule") == {"rules_for_activations"}
+    assert failing(runs, "zoo-own-rule") == {"rules_for_activations", "ties_of_activations"}
+    assert failing(runs, "zoo-ties-away") == {"ties_of_activations"}
+    assert "one_rounding" in failing(runs, "zoo-rounds-twice")
+    assert failing(runs, "zoo-bf16-input") == {"bound"}
     assert {"exact_of_experts", "bound_of_experts"} <= failing(runs, "zoo-routing-weights")

@@ -17,7 +17,7 @@ from omniplat.conformance.build import (
     to_input,
     to_output,
 )
-from omniplat.conformance.cases import Case, case_of, representative, schemes_of
+from omniplat.conformance.cases import Case, Gating, case_of, representative, schemes_of
 from omniplat.conformance.checks import check
 from omniplat.conformance.inputs import as_dtype
 from omniplat.conformance.judge import assert_experts_right, expert_trial, linear_trial, make_weight
@@ -53,6 +53,20 @@ def _linear(subject: Subject, profile: str) -> Iterable[Case]:
 
 def _moe(subject: Subject, profile: str) -> Iterable[Case]:
     return representative(subject, "moe")
+
+
+def _gatings(subject: Subject, profile: str) -> Iterable[Case]:
+    """Every activation that experts may have, as it is and with a limit that gates and ups exceed.
+
+    In the dtype that tells them best apart: both forms of gelu are one in bf16.
+    """
+    for case in representative(subject, "moe"):
+        dtype = next(name for name in ("f32", "f16", "bf16") if name in case.capability.dtypes)
+        for activation in case.capability.moe_activations:
+            alpha = 1.702 if activation == "swiglu-oai" else 1.0
+            yield replace(case, dtype=dtype, variant=activation, gating=Gating(activation, alpha=alpha))
+            limited = Gating(activation, limit=0.5, alpha=alpha)
+            yield replace(case, dtype=dtype, variant=f"{activation}-limit", gating=limited)
 
 
 def _roles(subject: Subject, profile: str) -> Iterable[Case]:
@@ -161,6 +175,13 @@ def test_an_optional_role_is_used_or_refused(subject: Subject, case: Case) -> No
         # What is multiplied by it is what the quantization represents exactly.
         x = as_dtype(x / weight.tensors["pre_scale"], case.dtype)
     trial.assert_within_bound(x)
+
+
+@check("declared", _gatings)
+def test_activations_of_experts(subject: Subject, case: Case) -> None:
+    """What lies between the two products, with the limit and the alpha that a checkpoint may give."""
+    trial = expert_trial(subject, case)
+    trial.assert_right(trial.input(), trial.routing())
 
 
 @check("declared", _moe)

@@ -1,4 +1,4 @@
-"""Group numerics: four tiers. Tolerances are derived (`omniplat.conformance.tolerances`), never chosen by backend."""
+"""Group numerics, by tiers. Tolerances are derived (`omniplat.conformance.tolerances`), never chosen by backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from omniplat.conformance.cases import Case, case_of, numeric_cases, schemes_of
 from omniplat.conformance.catalog import rule_variants
 from omniplat.conformance.checks import check
 from omniplat.conformance.expected import executed_activation, rounded
-from omniplat.conformance.inputs import as_dtype, nudged, random_input, representable_input, spread_groups, spread_rows
+from omniplat.conformance.inputs import (
+    as_dtype,
+    nudged,
+    random_input,
+    representable_input,
+    spread_groups,
+    spread_rows,
+    tied_input,
+)
 from omniplat.conformance.judge import (
     ExpertTrial,
     LinearTrial,
@@ -38,6 +46,7 @@ from omniplat.conformance.tolerances import (
 )
 from omniplat.conformance.weights import (
     exact_weight,
+    full_weight,
     gated_weight,
     has_exact,
     picking_weight,
@@ -54,6 +63,16 @@ def _exact(subject: Subject, profile: str) -> Iterable[Case]:
             # A product that is rounded before the bias is added is not exact where the sum is.
             bias = case.bias and not case.capability.rounds_before_bias
             yield replace(case, k=case_of(case.capability, case.scheme, k=160).k, bias=bias, variant="exact")
+
+
+def _one_rounding(subject: Subject, profile: str) -> Iterable[Case]:
+    """Weight-only layers in the shortest dtype, of kernels that accumulate integers of this size exactly."""
+    for case in numeric_cases(subject, profile, "linear"):
+        plain = executed_activation(case.capability, case.scheme) is None
+        if plain and has_exact(case.scheme) and UNITS[case.capability.accumulator] <= UNITS["f32"]:
+            dtype = next(name for name in ("bf16", "f16", "f32") if name in case.capability.dtypes)
+            bias = case.capability.bias and not case.capability.rounds_before_bias
+            yield case_of(case.capability, case.scheme, k=256, dtype=dtype, bias=bias, variant="one-rounding")
 
 
 def _bound(subject: Subject, profile: str) -> Iterable[Case]:
@@ -139,6 +158,32 @@ def test_rules_for_activations(subject: Subject, case: Case) -> None:
         unit = max(UNITS[case.capability.accumulator], UNITS["f32"])
         beyond = excess(found, y, gamma(8, unit) * np.abs(y) + rounding(y, case.dtype))
         assert beyond is None, f"{case.id}: {beyond}; list the rules that the kernel follows in `scale_rules`"
+
+
+@check("numerics", _by_rule)
+def test_ties_of_activations(subject: Subject, case: Case) -> None:
+    """Values half way between two codes, under scales that are powers of two: the declared rounding decides alone."""
+    rng = case.rng()
+    picked = rng.permutation(case.k)[np.arange(case.n) % case.k]
+    executed = executed_activation(case.capability, case.scheme)
+    assert executed is not None
+    trial = linear_trial(subject, case, for_execution(picking_weight(case.scheme, picked, case.k), executed))
+    x = as_dtype(tied_input(executed, case.rows, case.k, rng), case.dtype)
+    wanted = rounded(trial.expect(x).y, case.dtype)
+    np.testing.assert_array_equal(trial.run(x), wanted, f"{case.id}: list the kernel's rounding in `roundings`")
+
+
+@check("numerics", _one_rounding)
+def test_one_rounding(subject: Subject, case: Case) -> None:
+    """Sums of integers that f32 holds and the output does not: rounded once, to nearest even, the bias in them.
+
+    The bound tier cannot ask this of weight-only kernels, which may round weights to the output's dtype.
+    """
+    rng = case.rng()
+    trial = linear_trial(subject, case, full_weight(case.scheme, case.n, case.k, rng, bias=case.bias))
+    x = rng.integers(-64, 65, (case.rows, case.k)).astype(np.float32)
+    wanted = rounded(trial.expect(x).y, case.dtype)
+    np.testing.assert_array_equal(trial.run(x), wanted, f"{case.id}: see `rounds_before_bias`")
 
 
 @check("numerics", _exact)

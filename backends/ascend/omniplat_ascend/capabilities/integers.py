@@ -81,6 +81,8 @@ CAPABILITIES = (
         shapes=LINEAR_AXES,
         requires=(TORCH_NPU,),
         priority=20,
+        # scales of rows: the operator rounds its product before the rest of the scale, and the bias, are applied
+        rounds_before_bias=True,
         refuses=("group_index", "fractional zero points"),
         impl=f"{LINEAR}:WeightOnlyInt8Linear",
     ),
@@ -95,6 +97,8 @@ CAPABILITIES = (
         shapes=PACKED_AXES,
         requires=(TORCH_NPU,),
         priority=20,
+        # scales of rows: the operator rounds its product before the rest of the scale, and the bias, are applied
+        rounds_before_bias=True,
         refuses=("group_index", "fractional zero points"),
         impl=f"{LINEAR}:WeightOnlyInt4Linear",
     ),

@@ -12,8 +12,8 @@ from omniplat.runtime.declared import require_declared
 from omniplat.runtime.kernel import LinearKernel, MoeKernel, Prepared
 from omniplat.runtime.tensors import WeightTensors
 from omniplat.scheme import Scheme
-from omniplat_zoo.ops import four_bits, int8, mlp
-from omniplat_zoo.spec import EXPERTS, FOUR_BITS, INT8
+from omniplat_zoo.ops import eight_bits, four_bits, int8, mlp
+from omniplat_zoo.spec import EIGHT_BITS, EXPERTS, FOUR_BITS, INT8
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -22,6 +22,8 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class Config:
     fault: str
     experts: int = 0
+    limit: float = 0.0
+    alpha: float = 1.0
 
 
 class CorrectInt8(LinearKernel[Config]):
@@ -81,6 +83,10 @@ class Bf16FallbackInt8(CorrectInt8):
 class OwnRuleInt8(CorrectInt8):
     def check(self, weight: WeightTensors, spec: LayerSpec) -> None:
         require_declared("zoo", replace(INT8, scale_rules=()), weight, spec, ("codes", "scale"))
+
+
+class TiesAwayInt8(CorrectInt8):
+    fault = "ties-away"
 
 
 class PerTensorInt8(CorrectInt8):
@@ -146,6 +152,7 @@ class CorrectFourBits(LinearKernel[Config]):
     name = "four_bits"
     config_type = Config
     low_first = True
+    fault = ""
 
     def prepare(self, weight: WeightTensors, spec: LayerSpec) -> Prepared[Config]:
         roles = ("codes", "scale", "global_scale") if weight.scheme.weight_id == "nvfp4" else ("codes", "scale")
@@ -162,7 +169,7 @@ class CorrectFourBits(LinearKernel[Config]):
         values = values * scale.repeat_interleave(weight.scheme.weight.group_size, 1)
         if "global_scale" in weight.tensors:
             values = self.apply_global(values, weight.tensors["global_scale"])
-        return Prepared({"weight": values}, Config(""))
+        return Prepared({"weight": values}, Config(self.fault))
 
     def powers(self, scale: torch.Tensor) -> torch.Tensor:
         return torch.ldexp(torch.ones(scale.shape, device=scale.device), scale.int() - 127)
@@ -179,7 +186,19 @@ class CorrectFourBits(LinearKernel[Config]):
         out_dtype: torch.dtype,
         workspace: torch.Tensor | None,
     ) -> torch.Tensor:
-        return four_bits(x, tensors["weight"], bias, out_dtype)
+        return four_bits(x, tensors["weight"], bias, config.fault, out_dtype)
+
+
+class RoundsTwiceFourBits(CorrectFourBits):
+    fault = "rounds-twice"
+
+
+class Bf16InputFourBits(CorrectFourBits):
+    fault = "bf16-input"
+
+
+class Bf16BiasFourBits(CorrectFourBits):
+    fault = "bf16-bias"
 
 
 class NibblesFourBits(CorrectFourBits):
@@ -196,6 +215,28 @@ class E8m0NumberFourBits(CorrectFourBits):
         return scale.float()
 
 
+class CorrectEightBits(LinearKernel[Config]):
+    """Weight-only fp8 rows."""
+
+    name = "eight_bits"
+    config_type = Config
+
+    def prepare(self, weight: WeightTensors, spec: LayerSpec) -> Prepared[Config]:
+        require_declared("zoo", EIGHT_BITS, weight, spec, ("codes", "scale"))
+        return Prepared({"codes": weight.tensors["codes"], "scale": weight.tensors["scale"]}, Config(""))
+
+    def apply(
+        self,
+        config: Config,
+        tensors: Mapping[str, torch.Tensor],
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        workspace: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return eight_bits(x, tensors["codes"], tensors["scale"], bias, out_dtype)
+
+
 class CorrectExperts(MoeKernel[Config]):
     """Weight-only experts of int8 rows."""
 
@@ -210,7 +251,8 @@ class CorrectExperts(MoeKernel[Config]):
             tensors[name] = weight.tensors["codes"].float() * weight.tensors["scale"].float()
             if "bias" in weight.tensors:
                 tensors[f"{name}_bias"] = weight.tensors["bias"]
-        return Prepared(tensors, Config(self.fault, w13.experts))
+        assert spec.moe is not None
+        return Prepared(tensors, Config(self.fault, w13.experts, spec.moe.limit, spec.moe.alpha))
 
     def apply(
         self,
@@ -226,7 +268,16 @@ class CorrectExperts(MoeKernel[Config]):
     ) -> torch.Tensor:
         biases = tensors.get("w13_bias"), tensors.get("w2_bias")
         weights = tensors["w13"], tensors["w2"]
-        return mlp(x, *weights, *biases, topk_ids, topk_weights, expert_map, config.fault, out_dtype)
+        between = activation, config.limit, config.alpha, config.fault
+        return mlp(x, *weights, *biases, topk_ids, topk_weights, expert_map, *between, out_dtype)
+
+
+class SiluOnlyExperts(CorrectExperts):
+    fault = "silu-only"
+
+
+class NoLimitExperts(CorrectExperts):
+    fault = "no-limit"
 
 
 class ExpertOrderExperts(CorrectExperts):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from omniplat.runtime.activate import activate
+
 
 @torch.library.custom_op("omniplat_zoo::int8", mutates_args=())
 def int8(
@@ -24,7 +26,9 @@ def int8(
     else:
         whole = fault == "per-tensor" and values.numel() > 0
         step = (values.abs().amax() if whole else values.abs().amax(-1, keepdim=True)) / 127.0
-        rounded = torch.round(torch.where(step == 0, 0.0, values / torch.where(step == 0, 1.0, step))).clamp(-128, 127)
+        scaled = torch.where(step == 0, 0.0, values / torch.where(step == 0, 1.0, step))
+        nearest = torch.trunc(scaled + 0.5 * scaled.sign()) if fault == "ties-away" else torch.round(scaled)
+        rounded = nearest.clamp(-128, 127)
         used = codes.shape[1] // 64 * 64 if fault == "k-tail" else codes.shape[1]
         # float64 holds every sum of these products
         y = (rounded.double()[..., :used] @ codes.double()[:, :used].T).float() * scale.reshape(-1) * step
@@ -50,14 +54,37 @@ def _(
 
 
 @torch.library.custom_op("omniplat_zoo::four_bits", mutates_args=())
-def four_bits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-    y = x.float() @ weight.T
-    return (y if bias is None else y + bias.float()).to(out_dtype)
+def four_bits(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fault: str, out_dtype: torch.dtype
+) -> torch.Tensor:
+    y = (x.bfloat16() if fault == "bf16-input" else x).float() @ weight.T
+    if fault == "rounds-twice":
+        y = y.to(out_dtype).float()
+    if bias is not None:
+        y = y + (bias.bfloat16() if fault == "bf16-bias" else bias).float()
+    return y.to(out_dtype)
 
 
 @four_bits.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+def _(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fault: str, out_dtype: torch.dtype
+) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+
+
+@torch.library.custom_op("omniplat_zoo::eight_bits", mutates_args=())
+def eight_bits(
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    y = x.float() @ codes.float().T * scale.reshape(-1)
+    return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
+@eight_bits.register_fake
+def _(
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=out_dtype)
 
 
 @torch.library.custom_op("omniplat_zoo::mlp", mutates_args=())
@@ -70,6 +97,9 @@ def mlp(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     expert_map: torch.Tensor | None,
+    activation: str,
+    limit: float,
+    alpha: float,
     fault: str,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
@@ -85,7 +115,9 @@ def mlp(
         if b13 is not None:
             hidden = hidden + b13[used].float()
         gate, up = hidden.chunk(2, 1) if fault != "up-first" else reversed(hidden.chunk(2, 1))
-        out = (torch.nn.functional.silu(gate) * up) @ w2[used].T
+        used_activation = "silu" if fault == "silu-only" else activation
+        hidden = activate(gate, up, used_activation, 0.0 if fault == "no-limit" else limit, alpha)
+        out = hidden @ w2[used].T
         if b2 is not None:
             out = out + b2[used].float()
         weights = topk_weights.flip(1) if fault == "routing-weights" else topk_weights
@@ -103,6 +135,9 @@ def _(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     expert_map: torch.Tensor | None,
+    activation: str,
+    limit: float,
+    alpha: float,
     fault: str,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:

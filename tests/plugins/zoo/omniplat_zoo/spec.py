@@ -32,6 +32,16 @@ FOUR_BITS = Capability(
     requires=_TORCH,
     impl="FourBits",
 )
+#: Hands its operator the codes as they are, in torch's 8-bit floats.
+EIGHT_BITS = Capability(
+    "eight_bits",
+    "linear",
+    ("fp8-channel",),
+    ("a16",),
+    refuses=("pre_scale",),
+    requires=_TORCH,
+    impl="EightBits",
+)
 EXPERTS = Capability("experts", "moe", ("int8-channel",), ("a16",), requires=_TORCH, impl="Experts")
 
 
@@ -60,7 +70,7 @@ def emulated_probe() -> BackendProbe:
     return BackendProbe(True, found=(Device("npu", "a5", "emulated", described=False, emulated=True),))
 
 
-CORRECT = backend("correct", INT8, FOUR_BITS, EXPERTS)
+CORRECT = backend("correct", INT8, FOUR_BITS, EIGHT_BITS, EXPERTS)
 NIBBLES = backend("nibbles", FOUR_BITS)
 SCALE_ROW = backend("scale-row", INT8)
 GLOBAL_DIVIDED = backend("global-divided", FOUR_BITS)
@@ -68,6 +78,8 @@ E8M0_NUMBER = backend("e8m0-number", FOUR_BITS)
 BF16_FALLBACK = backend("bf16-fallback", INT8)
 #: Says that it follows every rule for scales of activations, and always divides by 127.
 OWN_RULE = backend("own-rule", replace(INT8, scale_rules=()))
+#: Rounds what lies half way between two codes away from zero.
+TIES_AWAY = backend("ties-away", INT8)
 PER_TENSOR = backend("per-tensor", INT8)
 NO_BIAS = backend("no-bias", INT8)
 DECLARES_MORE = backend("declares-more", INT8)
@@ -79,6 +91,13 @@ COLUMN_MAJOR = backend("column-major", INT8)
 ROUTING_WEIGHTS = backend("routing-weights", EXPERTS)
 EXPERT_ORDER = backend("expert-order", EXPERTS)
 UP_FIRST = backend("up-first", EXPERTS)
+SILU_ONLY = backend("silu-only", EXPERTS)
+NO_LIMIT = backend("no-limit", EXPERTS)
+#: Rounds products to the output's dtype, and then adds the bias.
+ROUNDS_TWICE = backend("rounds-twice", FOUR_BITS)
+#: Computes in bf16, whatever the layer's dtype is.
+BF16_INPUT = backend("bf16-input", FOUR_BITS)
+BF16_BIAS = backend("bf16-bias", FOUR_BITS)
 DECLARES_LESS = backend("declares-less", INT8)
 VALUE_ERROR = backend("value-error", INT8)
 ONLINE = backend("online", INT8)
