@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from omniplat.capability import matches
 from omniplat.checkpoint.folder import Checkpoint, open_checkpoint
-from omniplat.choose import CPU, choose_backend
-from omniplat.detect import resolve_device
+from omniplat.choose import CPU, choose_backend, require_present
+from omniplat.detect import detected, resolve_device
 from omniplat.device import Device
 from omniplat.document import Plan, PlanLayer
 from omniplat.engines import ENGINES
@@ -27,6 +27,7 @@ from omniplat.preflight import Scan
 from omniplat.registry import BACKENDS, FORMATS, MODELS, Registry, default_registry, is_installed
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from omniplat.runtime.slicer import Rank
@@ -126,6 +127,7 @@ def load(
         allow=allow,
         prefer=prefer,
         scan="needed",
+        runs=True,
     )
     layers = {name: module for name, _, module in load_layers(planned, rank)}
     from omniplat.portable.ahead import TOKENS, compile_kernels
@@ -143,9 +145,8 @@ def load_layers(planned: Planned, rank: Rank | None = None) -> Iterable[tuple[st
     from omniplat.runtime.kernel import Workspaces, load_kernel
     from omniplat.runtime.load import load_layer
     from omniplat.runtime.slicer import WHOLE
-    from omniplat.runtime.tensors import device_of
 
-    device = device_of(planned.device)
+    device = runtime_device(planned)
     workspaces = Workspaces()
     readers = {item.component.name: ShardReader(item.component.root) for item in planned.resolutions}
     for item in planned.layers:
@@ -156,6 +157,19 @@ def load_layers(planned: Planned, rank: Rank | None = None) -> Iterable[tuple[st
         reader = readers[item.layer.component]
         layer = load_layer(item.packed, kernel, reader, rank=rank or WHOLE, device=device, workspaces=workspaces)
         yield name, item, layer
+
+
+def runtime_device(planned: Planned) -> torch.device:
+    """Where layers of a plan lie. A plan may describe a device that is elsewhere, and its kernels are for that one:
+    raises BackendUnavailableError where no such device is here. Kernels for CPUs run on every CPU.
+    """
+    from omniplat.runtime.tensors import device_of
+
+    device = planned.device
+    backend = next((layer.backend for layer in planned.plan.layers if layer.backend), None)
+    if backend is not None and device.kind != CPU and not device.emulated:
+        require_present(default_registry().load(BACKENDS, backend), device)
+    return device_of(device)
 
 
 def require_files(checkpoint: str | os.PathLike[str]) -> None:
@@ -242,15 +256,16 @@ def make_planned(
     environ: Mapping[str, str] | None = None,
     divide: Divide | None = None,
     scan: Scan = "none",
+    runs: bool = False,
 ) -> Planned:
     """`plan`, with the resolved modules and chosen capabilities that loading and converting need.
 
     `divide` is for a runtime whose layers are not the family's engines', `scan` for one that needs what only the values
-    of scales tell (`make_plan`).
+    of scales tell (`make_plan`). `runs` is as in `make_target`.
     """
     registry = registry or default_registry()
     target = make_target(
-        device, backend=backend, tp=tp, ep=ep, allow=allow, prefer=prefer, registry=registry, environ=environ
+        device, backend=backend, tp=tp, ep=ep, allow=allow, prefer=prefer, registry=registry, environ=environ, runs=runs
     )
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else _open(checkpoint, revision)
     if component is not None and component not in {item.name for item in opened.components}:
@@ -274,14 +289,21 @@ def make_target(
     prefer: str | None = None,
     registry: Registry | None = None,
     environ: Mapping[str, str] | None = None,
+    runs: bool = False,
 ) -> Target:
-    """Where to run and what is allowed, from what a caller says; raises UsageError and errors of backends."""
+    """Where to run and what is allowed, from what a caller says; raises UsageError and errors of backends.
+
+    With `runs` a described device means the one that is here, where one is: what is installed counts then, and not what
+    a plan for another machine assumes.
+    """
     registry = registry or default_registry()
     environ = os.environ if environ is None else environ
     policy = _policy(allow, prefer or environ.get(PREFER_VARIABLE) or "memory")
     if tp < 1 or ep < 1:
         raise UsageError(f"tp and ep must be positive, found {tp} and {ep}")
     asked = resolve_device(device, registry, environ) if isinstance(device, str) else device
+    if runs and asked is not None:
+        asked = detected(asked, registry)
     chosen = choose_backend(asked, backend, registry, environ)
     return Target(chosen.spec, chosen.device, tp, ep, policy, chosen.is_default, chosen.reason)
 

@@ -58,6 +58,18 @@ def backend_devices(spec: BackendSpec, probe: BackendProbe) -> tuple[Device, ...
     return (detect_cpu(),) if CPU in spec.kinds else ()
 
 
+def require_present(spec: BackendSpec, device: Device) -> None:
+    """Raise BackendUnavailableError unless the backend's probe finds a usable device of this kind and architecture."""
+    probe = probe_backend(spec)
+    found = backend_devices(spec, probe)
+    if not any((item.kind, item.arch) == (device.kind, device.arch) for item in found):
+        here = ", ".join(map(str, found))
+        problem = f"{device} is not here" + (f", but {here}" if here else f": {probe.reason}" if probe.reason else "")
+        raise BackendUnavailableError(spec.name, problem)
+    if not probe.available:
+        raise BackendUnavailableError(spec.name, probe.reason)
+
+
 def _named(name: str, device: Device | None, registry: Registry, reason: str) -> ChosenBackend:
     spec = registry.load(BACKENDS, name)
     if device is not None:

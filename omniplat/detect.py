@@ -58,6 +58,15 @@ def resolve_device(
     return next((device for device in detect_devices(registry) if device.kind == described.kind), described)
 
 
+def detected(device: Device, registry: Registry) -> Device:
+    """The device of this machine that a described one of the same kind and architecture stands for, with its name,
+    memory and versions; the described one where there is none."""
+    if not device.described:
+        return device
+    wanted = (device.kind, device.arch)
+    return next((found for found in detect_devices(registry) if (found.kind, found.arch) == wanted), device)
+
+
 class _DeviceRecord(msgspec.Struct, frozen=True):
     kind: str
     arch: str

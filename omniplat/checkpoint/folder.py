@@ -197,6 +197,8 @@ def _has_shards(source: Source, folder: str = "") -> bool:
     )
 
 
+#: Files of weights that Python would have to unpickle.
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _GGUF_SPLIT = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})\.gguf")
 
 
@@ -282,7 +284,9 @@ def _without_shards(source: Source, names: Sequence[str], where: str) -> tuple[C
         return (_open_component(source, "", gguf=gguf),)
     if "config.json" in names:
         _read_config(source, "config.json")
-    raise InvalidCheckpointError("holds no safetensors file", file=where)
+    pickles = [name for name in names if name.endswith(_PICKLED)]
+    unread = f", and pickled weights are not read: {', '.join(pickles[:3])}" if pickles else ""
+    raise InvalidCheckpointError(f"holds no safetensors file{unread}", file=where)
 
 
 def describes_itself(component: Component) -> bool:

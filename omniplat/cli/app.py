@@ -136,7 +136,7 @@ def compare(
     b: Annotated[Path, typer.Argument(metavar="B", help="The same, to be held against A.")],
     component: ComponentOption = None,
     max_weight_error: Annotated[
-        float | None, typer.Option("--max-weight-error", metavar="E", help="Largest relative L2 of a weight.")
+        float | None, typer.Option("--max-weight-error", metavar="E", min=0, help="Largest relative L2 of a weight.")
     ] = None,
     min_psnr: Annotated[float | None, typer.Option("--min-psnr", metavar="DB", help="Least PSNR of an image.")] = None,
     min_ssim: Annotated[

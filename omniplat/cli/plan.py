@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from omniplat.api import plan as make
@@ -56,14 +57,13 @@ def plan_command(
         method=method,
         scan_scales=scan_scales,
     )
+    layer = _layer_of(plan, explain) if explain is not None else None
     if json_output:
         print_json(plan.to_dict())
+    elif layer is not None:
+        explain_layer(plan, layer, make_console())
     else:
-        console = make_console()
-        if explain is not None:
-            explain_layer(plan, explain, console)
-        else:
-            print_plan(plan, console, show_all=show_all)
+        print_plan(plan, make_console(), show_all=show_all)
     return 0 if plan.ok else 1
 
 
@@ -213,12 +213,8 @@ def _print_findings(plan: Plan, console: Console) -> None:
             console.print(f"    fix: {escape(item.fix)}", highlight=False)
 
 
-def explain_layer(plan: Plan, name: str, console: Console) -> None:
+def explain_layer(plan: Plan, layer: PlanLayer, console: Console) -> None:
     """One layer's whole story: modules, declaration, storage, every kernel's answer, findings about it."""
-    try:
-        layer = plan.layer(name)
-    except KeyError:
-        raise UsageError(f"no layer or module {name!r} in this plan") from None
     lines = [
         f"[bold]{escape(_full_name(layer))}[/]  {layer.op}  "
         + "  ".join(f"{key} {value}" for key, value in layer.shape.items()),
@@ -237,6 +233,24 @@ def explain_layer(plan: Plan, name: str, console: Console) -> None:
             lines.append(f"  {item.severity:8}  {item.code}: {escape(item.message)}")
     for line in lines:
         console.print(line, highlight=False)
+
+
+def _layer_of(plan: Plan, name: str) -> PlanLayer:
+    """The layer of a name; raises UsageError, with names like it, where none has it."""
+    try:
+        return plan.layer(name)
+    except KeyError:
+        raise UsageError(f"no layer or module {name!r} in this plan{_similar(plan, name)}") from None
+
+
+def _similar(plan: Plan, name: str) -> str:
+    """What an unknown name may stand for: part of a name, a row of the table (`{0..3}`), a slip."""
+    layers = [_full_name(layer) for layer in plan.layers]
+    names = list(dict.fromkeys([*layers, *(module for layer in plan.layers for module in layer.modules)]))
+    part = re.sub(r"\\\{[^{}]*\\\}", r"\\d+", re.escape(name))
+    found = [full for full in names if re.search(part, full)] or get_close_matches(name, names, _MAX_NAMES)
+    more = f" and {len(found) - _MAX_NAMES} more" if len(found) > _MAX_NAMES else ""
+    return f"; similar: {', '.join(found[:_MAX_NAMES])}{more}" if found else ""
 
 
 def _trace_line(trace: PlanTrace) -> str:

@@ -42,7 +42,7 @@ def run_command(
     """Body of the command. Returns 1 when the plan has an error or a layer's output is not finite."""
     require_files(checkpoint)
     planned = make_planned(
-        checkpoint, device, backend=backend, component=component, allow=allow, prefer=prefer, scan="needed"
+        checkpoint, device, backend=backend, component=component, allow=allow, prefer=prefer, scan="needed", runs=True
     )
     if not planned.plan.ok:
         _show_refusal(planned, json_output)

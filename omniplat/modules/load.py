@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from omniplat.api import make_planned, require_files, require_runnable
+from omniplat.api import make_planned, require_files, require_runnable, runtime_device
 from omniplat.checkpoint.folder import Checkpoint, Component, open_checkpoint
 from omniplat.checkpoint.modules import split_name
 from omniplat.checkpoint.reader import ShardReader
@@ -28,7 +28,7 @@ from omniplat.portable.ahead import TOKENS, compile_kernels
 from omniplat.runtime.kernel import Workspaces, load_kernel
 from omniplat.runtime.layers import QuantExperts
 from omniplat.runtime.load import load_layer
-from omniplat.runtime.tensors import device_of, to_tensor
+from omniplat.runtime.tensors import to_tensor
 
 #: Scales of a quantized key-value cache: a model without such a cache has no place for them.
 _CACHE_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "k_zero_point", "v_zero_point"})
@@ -80,9 +80,10 @@ def load_into(
         prefer=prefer,
         divide=divide,
         scan="needed",
+        runs=True,
     )
     require_runnable(planned.plan)
-    where = device_of(planned.device)
+    where = runtime_device(planned)
     quantized = {item.layer.component for item in planned.layers if item.layer.status == "ok"}
     if absent := sorted(quantized - set(targets)):
         raise UsageError(f"the checkpoint has {', '.join(absent)} quantized, and the pipeline has no such component")

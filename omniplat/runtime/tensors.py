@@ -52,8 +52,9 @@ class WeightTensors:
 
 def device_of(device: Device) -> torch.device:
     """Where a layer on `device` lies; raises BackendUnavailableError where torch cannot use it here."""
-    found = torch.device("cpu" if device.emulated else {"rocm": "cuda"}.get(device.kind, device.kind))
+    kind = "cpu" if device.emulated else {"rocm": "cuda"}.get(device.kind, device.kind)
     try:
+        found = torch.device(kind)  # "npu" is no device before torch_npu is imported
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as exc:
         raise BackendUnavailableError(device.kind, str(exc).partition("\n")[0]) from exc

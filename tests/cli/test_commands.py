@@ -79,7 +79,31 @@ def test_plan_of_every_layer_and_of_one() -> None:
     one = omniplat("plan", EXAMPLE / "checkpoint", "--explain", "model.layers.1.mlp.experts.3.down_proj").stdout
     assert "executes  mxfp4/mxfp4" in one
     assert "rule-readings-differ" in one
-    assert omniplat("plan", EXAMPLE / "checkpoint", "--explain", "no.such.layer").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "similar"),
+    [
+        ("o_proj", "similar: model.layers.0.self_attn.o_proj, model.layers.1.self_attn.o_proj"),
+        ("model.layers.{0..1}.self_attn.qkv_proj", "similar: model.layers.0.self_attn.qkv_proj"),
+        ("experts.3.down_proj", "similar: model.layers.0.mlp.experts.3.down_proj"),
+        ("model.layers.0.self_attn.oproj", "similar: model.layers.0.self_attn.o_proj"),
+        ("[a", "in this plan"),
+    ],
+)
+def test_a_layer_that_is_not_there_has_similar_ones(name: str, similar: str) -> None:
+    done = omniplat("plan", EXAMPLE / "checkpoint", "--explain", name)
+    assert done.returncode == 2
+    assert similar in done.stderr
+    assert omniplat("plan", EXAMPLE / "checkpoint", "--explain", name, "--json").returncode == 2
+
+
+@pytest.mark.parametrize("device", ["cuda:sm100", "npu:a5"])
+def test_what_is_planned_for_a_device_elsewhere_does_not_run_here(device: str) -> None:
+    done = omniplat("run", EXAMPLE / "checkpoint", "--device", device)
+    assert done.returncode == 2
+    assert f"{device} is not here" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_run_reports_fidelity_and_time() -> None:
@@ -145,6 +169,7 @@ def test_a_plan_that_says_no_exits_with_1(tmp_path: Path) -> None:
         ("truncated", "model.safetensors"),
         ("lying", "model.safetensors: model.layers.0.mlp.down_proj.weight_packed"),
         ("absent-shard", "model-00002-of-00002.safetensors"),
+        ("pickled", "pickled weights are not read: pytorch_model.bin"),
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])
@@ -160,6 +185,8 @@ def test_unreadable_input_ends_in_one_error(
         (small / "config.json").write_text("{")
     elif spoil == "truncated":
         shard.write_bytes(shard.read_bytes()[:-1])
+    elif spoil == "pickled":
+        shard.rename(small / "pytorch_model.bin")
     elif spoil == "lying":
         shard.write_bytes(shard.read_bytes().replace(b'"shape": [64, 32]', b'"shape": [64, 31]'))
     else:

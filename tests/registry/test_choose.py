@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from omniplat import choose
-from omniplat.choose import ChosenBackend, choose_backend
+from omniplat.choose import ChosenBackend, choose_backend, require_present
 from omniplat.device import Device, parse_device
 from omniplat.errors import BackendLoadError, BackendUnavailableError, UsageError
 from omniplat.registry import probe_backend
@@ -140,6 +140,29 @@ def test_given_device_that_none_serves(nodes: list[str]) -> None:
 def test_named_backend_without_a_device(nodes: list[str]) -> None:
     with pytest.raises(BackendUnavailableError, match="no device is here"):
         here(Machine(CUDA_ABSENT), OMNIPLAT_BACKEND="cuda")
+
+
+@pytest.mark.parametrize(
+    ("probe", "device", "says"),
+    [
+        ("sees_cuda", "cuda:sm90", ""),
+        ("sees_npu", "npu:a2", ""),
+        ("sees_cuda", "cuda:sm100", r"cuda:sm100 is not here, but cuda:sm90 \(H200\)"),
+        ("sees_npu", "npu:a5", "npu:a5 is not here, but npu:a2"),
+        ("sees_nothing", "cuda:sm90", "cuda:sm90 is not here: no device is here"),
+        ("", "cuda:sm90", "declares no probe"),
+        ("lacks_runtime", "cuda:sm90", "is not a CUDA build"),
+        ("does_not_run", "npu:a2", "the CANN toolkit is not found"),
+        ("does_not_answer", "cuda:sm90", "nvidia-smi lists none"),
+    ],
+)
+def test_what_runs_a_plan_has_to_be_here(probe: str, device: str, says: str) -> None:
+    spec, wanted = backend("b", device.partition(":")[0], probe), parse_device(device)
+    if not says:
+        require_present(spec, wanted)
+        return
+    with pytest.raises(BackendUnavailableError, match=says):
+        require_present(spec, wanted)
 
 
 def test_probe_of_the_wrong_type() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from omniplat.api import make_target
 from omniplat.detect import detect_devices, resolve_device
-from omniplat.device import Device
+from omniplat.device import Device, parse_device
 from omniplat.errors import InvalidDeviceError
 from omniplat.host import detect_cpu, installed_versions, kinds_with_nodes, run_tool, visible
 from omniplat.info import collect_info
@@ -108,6 +109,14 @@ def test_kind_alone_is_else_described() -> None:
 
 def test_kind_and_arch_look_at_no_hardware() -> None:
     assert resolve_device("cuda:sm100", Machine(CUDA)) == Device("cuda", "sm100")
+
+
+@pytest.mark.parametrize(("text", "name"), [("cuda:sm90", "H200"), ("cuda:sm100", ""), ("npu:a5", "")])
+def test_a_described_device_that_is_here_runs_as_what_was_found(text: str, name: str) -> None:
+    machine = Machine(CUDA, backend("ascend", "npu", "sees_nothing"))
+    assert make_target(text, registry=machine, environ={}).device == parse_device(text)
+    found = make_target(text, registry=machine, environ={}, runs=True).device
+    assert (found.name, found.described, f"{found.kind}:{found.arch}") == (name, not name, text)
 
 
 def test_nothing_asked_is_this_machine() -> None:
