@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -28,6 +29,12 @@ QUANT_LEAVES = frozenset(
         *("_weight_qdata", "_weight_scale", "weight._data", "weight._scale", "weight:qdata", "weight:_data"),
     }
 )
+#: Names beside a quantized weight that belong to quantization, whichever tool gave them.
+_TELLING = re.compile(r"\w*(scale|zero_point|zeros|offset|rotation|lora|smooth|amax)\w*")
+#: Those of them that are about the attention around the weight, its cache or its output.
+_NOT_THE_WEIGHTS = re.compile(r"(k|v|q|kv|prob|prob_output|output|kv_cache|[kvq]_cache)_(scale|offset|zero_point|amax)")
+#: Names of what is added to a layer's output, or applied to its input, beside the product with its weight.
+_ALTERING = re.compile(r"\w*(rotation|lora|smooth|proj_down|proj_up)\w*")
 #: Those that scale codes: where they are, codes must be.
 CODE_SCALES = frozenset(
     {"weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "scales", "qzeros", "weight.absmax"}
@@ -139,13 +146,17 @@ class Draft:
         if is_quantized:
             self._take_input_scales(activation)
         used = set(self.roles.values())
-        unexplained = tuple(name for name in self.leaves if name in QUANT_LEAVES and name not in used)
+        unused = (name for name in self.leaves if name not in used)
+        unexplained = tuple(name for name in unused if _is_of_quantization(name, is_quantized))
         group_problem = ""
         if weight is not None and weight.granularity == "group" and weight.group_size and k % weight.group_size:
             group_problem = f"K = {k} is not a multiple of the group size {weight.group_size}"
         unsupported = ""
         if weight is not None and weight.element in ("int4", "uint4") and k % 2:
             unsupported = f"K = {k} is odd: 4-bit codes are kept two to a byte"
+        altering = [name for name in unexplained if _ALTERING.fullmatch(name) is not None]
+        if is_quantized and altering:
+            unsupported = f"{', '.join(altering)}: what they do to the layer's input or output is not computed here"
         ordered = "group_index" in self.roles and (packing == "int32_k" or bool(self.hint and self.hint.act_order))
         if is_quantized and self.is_transformed and not TRANSFORM_LEAVES.keys() & self.roles.keys():
             unsupported = NOT_TRANSFORMED
@@ -174,6 +185,13 @@ class Draft:
         asymmetric = activation is not None and not activation.symmetric
         self.take("input_zero_point", "input_zero_point", "input_offset", required=static and asymmetric)
         self.take("input_global_scale", "input_global_scale")
+
+
+def _is_of_quantization(leaf: str, is_quantized: bool) -> bool:
+    """True for tensors that some role must explain."""
+    if leaf in QUANT_LEAVES:
+        return True
+    return is_quantized and _TELLING.fullmatch(leaf) is not None and _NOT_THE_WEIGHTS.fullmatch(leaf) is None
 
 
 def unknown(draft: Draft, weight: TensorInfo, problem: str) -> Stored:
