@@ -7,8 +7,9 @@ different schemes stay apart (q, k, v; gate, up); experts of different schemes m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from omniplat.canonical import TRANSFORM_ROLES
@@ -246,7 +247,7 @@ class _Packer:
         w13: list[tuple[Part, ...]] = []
         w2: list[tuple[Part, ...]] = []
         missing: list[str] = []
-        for index in range(max(experts) + 1):
+        for index in _expected(experts):
             leaves = experts.get(index, {})
             up_parts = (names.fused,) if names.fused in leaves else (names.gate, names.up)
             absent = [leaf for leaf in (*up_parts, names.down) if leaf not in leaves]
@@ -379,6 +380,16 @@ class _Packer:
         self._invalid[name] = message
         names = sorted(module if isinstance(module, str) else module.name for module in modules)
         self._findings.append(finding(code, message, severity="error", component=self._component, modules=names))
+
+
+#: Absent experts that a layer lists: a name may state any number.
+MAX_ABSENT_EXPERTS = 64
+
+
+def _expected(present: Collection[int]) -> list[int]:
+    """The numbers of all experts up to the highest, of those that are absent no more than the first few."""
+    absent = (index for index in range(max(present)) if index not in present)
+    return sorted({*present, *islice(absent, MAX_ABSENT_EXPERTS)})
 
 
 _INVALID = "a part is invalid"

@@ -20,7 +20,7 @@ _LIMIT = ("swiglu_limit",)
 _ALPHA = ("swiglu_alpha",)
 _ACTIVATION = ("hidden_act", "hidden_activation")
 _ALIASES = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swigluoai": "swiglu-oai"}
-_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.([0-9]{1,18})\.")
 
 
 def router_of(family: Family, config: Mapping[str, Any], name: str) -> Router | None:

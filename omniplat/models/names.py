@@ -10,8 +10,8 @@ _EMBEDDING = re.compile(
 _ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate|gate\.wg|router\.(classifier|layer|proj))$")
 _NORM = re.compile(r"(^|\.|_)(norm|layernorm|rmsnorm|ln)(_?\d+)?$", re.IGNORECASE)
 
-#: `...experts.<i>.<leaf>`; the container may be called experts, moe.experts or routed_experts.
-EXPERT = re.compile(r"(?P<container>(?:.*\.)?(?:routed_)?experts)\.(?P<index>\d+)\.(?P<leaf>[A-Za-z_]\w*)")
+#: `...experts.<i>.<leaf>`, `i` an int64 in decimal; the container may be called experts, moe.experts or routed_experts.
+EXPERT = re.compile(r"(?P<container>(?:.*\.)?(?:routed_)?experts)\.(?P<index>[0-9]{1,18})\.(?P<leaf>[A-Za-z_]\w*)")
 
 
 def is_embedding(name: str) -> bool:

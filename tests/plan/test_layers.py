@@ -303,3 +303,13 @@ def test_a_quirk_of_the_chosen_kernel_is_told_with_its_source(tmp_path: Path) ->
         assert item.modules == (f"{A}.o_proj",)
         assert "https://github.com/vllm-project/vllm-xpu-kernels/" in item.message
         assert item.message.startswith("fp8_gemm_mx: ")
+
+
+@pytest.mark.parametrize("number", ["100000000", "9" * 18, "9" * 25, "9" * 5000])
+def test_a_number_in_a_name_costs_nothing(tmp_path: Path, number: str) -> None:
+    """Neither an expert's nor a block's: names come from the file, and a loop up to what they say would not end."""
+    for name in (f"model.layers.0.mlp.experts.{number}", f"model.layers.{number}.mlp.experts.0"):
+        tensors = {key: shape for leaf in ("gate_proj", "up_proj", "down_proj")
+                   for key, shape in mxfp4(f"{name}.{leaf}", 64, 64).items()}  # fmt: skip
+        plan = plan_of(tmp_path / str(len(name)), None, {**experts(0, count=2), **tensors}, config=MOE)
+        assert len(plan.findings) < 10
