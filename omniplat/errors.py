@@ -78,6 +78,10 @@ class UnsupportedOptionError(InvalidCheckpointError):
     """The metadata asks for something that is understood but that no reader here can honour."""
 
 
+class IncompleteMetadataError(UnsupportedOptionError):
+    """The metadata leaves out what its method cannot do without, and what another file beside it may hold."""
+
+
 class UnknownFormatError(OmniplatError, ValueError):
     """The metadata names a quantization method that no installed format module knows; the message lists them."""
 

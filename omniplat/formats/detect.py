@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from omniplat.checkpoint.folder import Component
 from omniplat.checkpoint.modules import WEIGHT_LEAVES, group_modules
 from omniplat.checkpoint.tensors import FLOAT_DTYPES
-from omniplat.errors import InvalidCheckpointError, UnsupportedOptionError
+from omniplat.errors import IncompleteMetadataError, InvalidCheckpointError, UnsupportedOptionError
 from omniplat.findings import Finding, finding
 from omniplat.formats.base import Format
 from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared
@@ -19,6 +19,10 @@ from omniplat.formats.metadata import Fields, metadata_sources
 
 #: Keys of metadata of no known kind that a finding lists.
 MAX_KEYS = 12
+#: Keys that say whose the metadata is, and nothing of any module.
+_NAMING = frozenset({"quant_method", "method", "quant_library", "producer", "provider", "version"})
+
+_Claimed = list[tuple[Fields, Format]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ def read_metadata(component: Component, formats: Sequence[Format], parts_of: Map
         sources = [part for source in found if (part := part_of_component(source, component.name)).values]
     except InvalidCheckpointError as exc:
         return Read(None, "", (_unreadable(exc, component),), True)
-    claimed: list[tuple[Fields, Format]] = []
+    claimed: _Claimed = []
     unclaimed: list[Fields] = []
     quirks: list[Finding] = []
     for source in sources:
@@ -56,19 +60,37 @@ def read_metadata(component: Component, formats: Sequence[Format], parts_of: Map
             unclaimed.append(source)
     if not claimed:
         return Read(None, "", tuple(_unknown(source, component, formats) for source in unclaimed), bool(sources))
-    source, owner = claimed[0]
-    try:
-        declaration = owner.read(source, parts_of)
-    except InvalidCheckpointError as exc:
-        return Read(None, owner.name, (_unreadable(exc, component),), True)
+    claimed = _with_content(claimed)
+    while True:
+        (source, owner), *others = claimed
+        try:
+            declaration = owner.read(source, parts_of)
+            break
+        except IncompleteMetadataError as exc:
+            claimed = [other for other in others if other[1] is owner]
+            if not claimed:
+                return Read(None, owner.name, (_unreadable(exc, component),), True)
+            quirks.append(_incomplete(exc, claimed[0][0], component))
+        except InvalidCheckpointError as exc:
+            return Read(None, owner.name, (_unreadable(exc, component),), True)
     findings = [_unknown(other, component, formats) for other in unclaimed if "quant_method" in other.values]
     findings += quirks
     findings += kv_cache_findings(source, component)
-    for other, other_owner in claimed[1:]:
+    for other, other_owner in others:
         conflict = _conflict(declaration, other, other_owner, component, parts_of)
         if conflict is not None:
             findings.append(conflict)
     return Read(declaration, owner.name, tuple(findings), True, parts_of)
+
+
+def _with_content(claimed: _Claimed) -> _Claimed:
+    """`claimed` without sources that name a method and leave the rest to another file of the same dialect."""
+    told = [owner for source, owner in claimed if not _only_names(source)]
+    return [(source, owner) for source, owner in claimed if owner not in told or not _only_names(source)]
+
+
+def _only_names(source: Fields) -> bool:
+    return all(key in _NAMING or value is None for key, value in source.values.items())
 
 
 def unusable(read: Read, exc: UnsupportedOptionError, component: Component) -> Read:
@@ -105,7 +127,9 @@ def _respelled(source: Fields, spelled: Fields, component: Component) -> Finding
 def _unknown(source: Fields, component: Component, formats: Sequence[Format]) -> Finding:
     method = source.values.get("quant_method")
     known = ", ".join(sorted(item.name for item in formats))
-    if method is not None:
+    if method in known.split(", "):
+        named = f"method {method!r} is not read from here"
+    elif method is not None:
         named = f"unknown method {method!r:.80}"
     else:
         keys = sorted(source.values)
@@ -117,6 +141,17 @@ def _unknown(source: Fields, component: Component, formats: Sequence[Format]) ->
         component=component.name,
         file=source.file,
         rule=source.path("quant_method"),
+    )
+
+
+def _incomplete(exc: IncompleteMetadataError, used: Fields, component: Component) -> Finding:
+    return finding(
+        "metadata-conflict",
+        f"{exc.file}: {exc.problem}; {used.file} was used",
+        component=component.name,
+        file=exc.file,
+        rule=exc.key,
+        fix=f"make {exc.file} agree with {used.file}, or remove it",
     )
 
 

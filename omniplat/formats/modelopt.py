@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from omniplat.errors import UnsupportedOptionError
+from omniplat.errors import IncompleteMetadataError, UnsupportedOptionError
 from omniplat.formats.base import literal_matcher
 from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Rule
 from omniplat.formats.kv_cache import declares_kv_cache
-from omniplat.formats.matching import Exact, Prefix, bounded_glob, glob
+from omniplat.formats.matching import Contains, Exact, bounded_glob, glob
 from omniplat.formats.metadata import Fields
+from omniplat.formats.skiplists import named
 from omniplat.scheme import Scheme, TensorQuant, parse_activation_id, parse_weight_id
 
 #: quant_algo -> (weight id, activation id); `{g}` is the group size. The keys are upper case; ModelOpt writes
@@ -23,6 +24,9 @@ _ALGORITHMS: dict[str, tuple[str, str]] = {
     "FP8": ("fp8-tensor", "fp8-tensor-static"),
     "FP8_PER_CHANNEL_PER_TOKEN": ("fp8-channel", "fp8-token"),
     "FP8_PB_WO": ("fp8-block128x128", "a16"),
+    # The same with weights that are stored quantized already, and engines' name for it in mixed checkpoints.
+    "FP8_PB_REAL": ("fp8-block128x128", "a16"),
+    "FP8_BLOCK_SCALES": ("fp8-block128x128", "a16"),
     "NVFP4": ("nvfp4", "nvfp4"),
     "NVFP4_AWQ": ("nvfp4", "nvfp4"),
     "W4A16_NVFP4": ("nvfp4", "a16"),
@@ -63,7 +67,7 @@ class ModelOptFormat:
         if algorithm.upper() == MIXED:
             layers = list(fields.children("quantized_layers"))
             if not layers:
-                raise UnsupportedOptionError(
+                raise IncompleteMetadataError(
                     "MIXED_PRECISION lists no layers", file=fields.file, key=fields.path("quantized_layers")
                 )
             rules += [_layer_rule(name, layer, parts_of) for name, layer in layers]
@@ -71,6 +75,8 @@ class ModelOptFormat:
         elif not algorithm and declares_kv_cache(fields):
             # Only the cache is quantized.
             default, default_key = NOT_QUANTIZED, "quant_algo=null"
+        elif not fields.has("quant_algo"):
+            raise IncompleteMetadataError("names no algorithm", file=fields.file, key=fields.path("quant_algo"))
         else:
             default, default_key = _declared(algorithm, fields, source), f"quant_algo={algorithm}"
         schemes = [default.scheme, *(rule.declared.scheme for rule in rules)]
@@ -142,13 +148,22 @@ def _exclude_rule(kind: str, entry: str, parts_of: Mapping[str, tuple[str, ...]]
     if any(char in entry for char in "*?["):
         matcher = glob(entry)
         return Rule(key, "ignore", entry, bounded_glob(entry), matcher, matcher, NOT_QUANTIZED, -1)
-    literal = literal_matcher(entry, parts_of)
-    # Engines test the entry as a substring; a rooted name can only overreach behind its end.
-    return Rule(key, "ignore", entry, literal, literal, Prefix(entry), NOT_QUANTIZED, -1)
+    # ModelOpt writes whole names; engines take an entry for a part of one.
+    return Rule(
+        key,
+        "ignore",
+        entry,
+        named(entry, parts_of),
+        literal_matcher(entry, parts_of),
+        Contains(entry),
+        NOT_QUANTIZED,
+        -1,
+    )
 
 
 def _layer_rule(name: str, layer: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> Rule:
-    declared = _declared(layer.string("quant_algo"), layer, layer)
+    algorithm = layer.string("quant_algo")
+    declared = _declared(algorithm, layer, layer) if algorithm or "quant_algo" not in layer.values else NOT_QUANTIZED
     literal = literal_matcher(name, parts_of)
     return Rule(f"quantized_layers[{name!r}]", "quantized_layers", name, literal, literal, Exact(name), declared)
 

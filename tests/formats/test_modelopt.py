@@ -185,3 +185,25 @@ def test_the_scale_of_a_single_tile_may_be_a_scalar(tmp_path: Path) -> None:
     found = resolve(tmp_path, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, tensors)
     assert schemes(found) == {"m": "fp8-block128x128/a16"}
     assert codes(found) == []
+
+
+@pytest.mark.parametrize("algorithm", ["FP8_PB_WO", "fp8_pb_real", "FP8_BLOCK_SCALES"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_names_of_block_scales(tmp_path: Path, algorithm: str, mixed: bool) -> None:
+    config: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": algorithm}
+    if mixed:
+        layers = {"m": {"quant_algo": algorithm}, "n": {"quant_algo": None}}
+        config |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    tensors = {"m.weight": ("F8_E4M3", (256, 128)), "m.weight_scale": ("F32", (2, 1))}
+    found = resolve(tmp_path, config, tensors | ({"n.weight": bf16(64, 64)} if mixed else {}))
+    assert schemes(found)["m"] == "fp8-block128x128/a16"
+    assert codes(found) == []
+
+
+@pytest.mark.parametrize("entry", ["self_attn", "attn", "0.self_attn", "q_proj", "self_attn.q_proj"])
+def test_part_of_a_name_excludes_where_the_tensors_say_so(tmp_path: Path, entry: str) -> None:
+    q, up = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"
+    config = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [entry]}
+    found = resolve(tmp_path, config, {f"{q}.weight": bf16(64, 64), **fp8_tensor(up, 64, 64)})
+    assert schemes(found) == {q: "bf16/a16", up: "fp8-tensor/fp8-tensor-static"}
+    assert codes(found) == ["rule-readings-differ"]
