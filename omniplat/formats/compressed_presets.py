@@ -10,13 +10,14 @@ from omniplat.errors import UnsupportedOptionError
 from omniplat.formats.metadata import Fields
 
 _GROUPED = {"strategy": "group", "group_size": 128}
-_INT4 = {"num_bits": 4, "type": "int", **_GROUPED}
 _INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 _FP8 = {"num_bits": 8, "type": "float"}
-_INT8_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+_INT_TOKEN = {bits: {"num_bits": bits, "type": "int", "strategy": "token", "dynamic": True} for bits in (4, 8)}
+_INT_GROUP = {bits: {"num_bits": bits, "type": "int", **_GROUPED} for bits in range(2, 8)}
 _FP8_TOKEN = {**_FP8, "strategy": "token", "dynamic": True}
 _NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 _MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+_MXFP6 = {**_MXFP4, "num_bits": 6}
 _MXFP8 = {**_MXFP4, "num_bits": 8}
 
 Arguments = Mapping[str, Any]
@@ -24,12 +25,13 @@ Arguments = Mapping[str, Any]
 PRESETS: Mapping[str, tuple[Arguments | None, Arguments | None]] = {
     "UNQUANTIZED": (None, None),
     "W8A16": (_INT8, None),
-    "W4A16": (_INT4, None),
-    "W4A16_ASYM": ({**_INT4, "symmetric": False}, None),
-    "W8A8": (_INT8, _INT8_TOKEN),
-    "INT8": (_INT8, _INT8_TOKEN),
-    "W4A8": (_INT4, _INT8_TOKEN),
-    "W4AFP8": (_INT4, _FP8_TOKEN),
+    **{f"W{bits}A16": (group, None) for bits, group in _INT_GROUP.items()},
+    **{f"W{bits}A8": (group, _INT_TOKEN[8]) for bits, group in _INT_GROUP.items()},
+    **{f"W{bits}A4": (_INT_GROUP[bits], _INT_TOKEN[4]) for bits in (2, 3, 4)},
+    "W4A16_ASYM": ({**_INT_GROUP[4], "symmetric": False}, None),
+    "W8A8": (_INT8, _INT_TOKEN[8]),
+    "INT8": (_INT8, _INT_TOKEN[8]),
+    "W4AFP8": (_INT_GROUP[4], _FP8_TOKEN),
     "FP8": ({**_FP8, "strategy": "tensor"}, {**_FP8, "strategy": "tensor"}),
     "FP8_DYNAMIC": ({**_FP8, "strategy": "channel"}, _FP8_TOKEN),
     "FP8_BLOCK": ({**_FP8, "strategy": "block", "block_structure": [128, 128]}, {**_FP8, **_GROUPED, "dynamic": True}),
@@ -37,6 +39,9 @@ PRESETS: Mapping[str, tuple[Arguments | None, Arguments | None]] = {
     "NVFP4": (_NVFP4, {**_NVFP4, "dynamic": "local"}),
     "MXFP4A16": (_MXFP4, None),
     "MXFP4": (_MXFP4, {**_MXFP4, "dynamic": True}),
+    "MXFP4XFP8": (_MXFP4, {**_FP8, **_GROUPED, "dynamic": True}),
+    "MXFP6A16": (_MXFP6, None),
+    "MXFP6A8": (_MXFP6, {**_MXFP8, "dynamic": True}),
     "MXFP8A16": (_MXFP8, None),
     "MXFP8": (_MXFP8, {**_MXFP8, "dynamic": True}),
 }

@@ -32,7 +32,9 @@ from omniplat.scheme import Scheme, TensorQuant, parse_weight_id
 _FORMATS = frozenset(
     {
         *("", "dense", "mixed-precision", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
-        *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+        *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized"),
+        # What the library calls weights that it has not compressed.
+        "fakequant",
     }
 )
 
@@ -64,9 +66,12 @@ class CompressedTensorsFormat:
         for position, entry in enumerate(source.strings("ignore")):
             rules.append(_ignore_rule(entry, position, source, parts_of))
         for group, fields in source.children("config_groups"):
-            _check_format(fields.string("format", overall), fields)
+            layout = fields.string("format", overall)
+            _check_format(layout, fields)
+            if _speaks_of_outputs(fields):
+                continue
             is_open = compressed_presets.is_open(group, written)
-            declared = Declared(_scheme(fields), act_order=_act_order(fields), open_granularity=is_open)
+            declared = Declared(_scheme(fields, layout), act_order=_act_order(fields), open_granularity=is_open)
             for target in fields.strings("targets"):
                 key = f"config_groups.{group}.targets[{target!r}]"
                 if target in _LINEAR_CLASSES:
@@ -80,7 +85,7 @@ class CompressedTensorsFormat:
         # Of several patterns that match, the producer takes the first in alphabetical order.
         rules += sorted(patterns, key=lambda rule: rule.text)
         refusals, not_layers = _transforms(source, parts_of)
-        refusals += _activation_only(source, parts_of)
+        refusals += _not_computed(source, parts_of)
         return Declaration(
             self.name,
             source.file,
@@ -121,16 +126,27 @@ def _transforms(source: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> tupl
     return tuple(refusals), Where(_is_transform) if transforms.values.get("config_groups") else None
 
 
-def _activation_only(source: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> tuple[Refusal, ...]:
-    """Groups that quantize the inputs of layers whose weights they leave as they are."""
+def _not_computed(source: Fields, parts_of: Mapping[str, tuple[str, ...]]) -> tuple[Refusal, ...]:
+    """Groups that quantize the inputs of layers whose weights they leave as they are, or what layers put out."""
     ignored = AnyOf(tuple(_names(entry, source, parts_of) for entry in source.strings("ignore")))
     refusals: list[Refusal] = []
     for _, group in source.children("config_groups"):
-        if group.child("weights") is None and group.child("input_activations") is not None:
-            matched = AnyOf(tuple(_names(target, group, parts_of) for target in group.strings("targets")))
-            reason = "quantized inputs of unquantized weights are not computed here"
-            refusals.append(Refusal(Except(matched, ignored), group.path("input_activations"), reason))
+        weights, outputs = group.child("weights"), group.child("output_activations")
+        if weights is None and group.child("input_activations") is not None:
+            place, reason = "input_activations", "quantized inputs of unquantized weights are not computed here"
+        elif weights is not None and outputs is not None:
+            place, reason = "output_activations", "quantized outputs are not computed here"
+        else:
+            continue
+        matched = AnyOf(tuple(_names(target, group, parts_of) for target in group.strings("targets")))
+        refusals.append(Refusal(Except(matched, ignored), group.path(place), reason))
     return tuple(refusals)
+
+
+def _speaks_of_outputs(group: Fields) -> bool:
+    """True for a group that quantizes outputs alone: what keys and values are in the cache, whatever their weights."""
+    parts = [group.child(name) for name in ("weights", "input_activations", "output_activations")]
+    return parts[:2] == [None, None] and parts[2] is not None
 
 
 def _is_transform(name: str) -> bool:
@@ -205,13 +221,14 @@ def _overridden(rules: list[Rule]) -> list[Rule]:
     return last
 
 
-def _scheme(group: Fields) -> Scheme:
+def _scheme(group: Fields, layout: str) -> Scheme:
+    """The scheme of a group whose tensors have the format `layout`."""
     weights = group.child("weights")
     if weights is None:
         return NOT_QUANTIZED.scheme
-    weight = _weight(weights)
+    weight = _weight(weights, layout)
     inputs = group.child("input_activations")
-    return Scheme(weight, _activation(inputs) if inputs is not None else None)
+    return Scheme(weight, _activation(inputs, layout) if inputs is not None else None)
 
 
 def _act_order(group: Fields) -> bool:
@@ -229,35 +246,47 @@ def _unknown(args: Fields, name: str, found: object) -> UnsupportedOptionError:
     return UnsupportedOptionError(f"{found!r} is not known", file=args.file, key=args.path(name))
 
 
+#: MXFP8 scales are rounded at FP4's mantissa width, not at that of their own elements.
+_MX_RULES = {"fp8_e4m3": "even-m1"}
+#: Bits -> element of floating-point codes.
+_FLOATS = {4: "fp4_e2m1", 6: "fp6_e2m3", 8: "fp8_e4m3"}
+
+
 def _element(args: Fields) -> tuple[str, int, str]:
     """(type, bits, element) of QuantizationArgs."""
     kind = args.string("type", "int").lower()
     bits = args.integer("num_bits", 8)
     if kind == "int" and 2 <= bits <= 8:
         return kind, bits, f"{'int' if args.boolean('symmetric', True) else 'uint'}{bits}"
-    if kind == "float" and bits in (4, 8):
-        return kind, bits, "fp8_e4m3" if bits == 8 else "fp4_e2m1"
+    if kind == "float" and bits in _FLOATS:
+        return kind, bits, _FLOATS[bits]
     raise _unknown(args, "num_bits", f"{kind}{bits}")
 
 
-def _microscaled(args: Fields, bits: int, group: int, strategy: str) -> TensorQuant | None:
-    """NVFP4, MXFP4 and MXFP8 as compressed-tensors writes them; None for anything else."""
+def _microscaled(args: Fields, bits: int, group: int, strategy: str, layout: str) -> TensorQuant | None:
+    """NVFP4 and the MX formats as compressed-tensors writes them; None for anything else.
+
+    8 bits in groups of 32 may have scales of any kind: their dtype tells, or the format, which implies it.
+    """
     if bits == 4 and (strategy == "tensor_group" or group == 16):
         return parse_weight_id("nvfp4")
     if bits == 4 and group == 32:
         return parse_weight_id("mxfp4")
-    if bits == 8 and group == 32 and args.string("scale_dtype").endswith("uint8"):
+    if bits == 6 and group == 32:
+        return parse_weight_id("mxfp6e2m3")
+    scales = args.string("scale_dtype", "uint8" if layout == "mxfp8-quantized" else "")
+    if bits == 8 and group == 32 and scales.endswith("uint8"):
         return parse_weight_id("mxfp8")
     return None
 
 
-def _weight(args: Fields) -> TensorQuant:
+def _weight(args: Fields, layout: str) -> TensorQuant:
     kind, bits, element = _element(args)
     group = args.integer("group_size", 0)
     strategy = args.string("strategy") or ("group" if group > 0 else "tensor")
     symmetric = args.boolean("symmetric", True)
     if kind == "float":
-        named = _microscaled(args, bits, group, strategy)
+        named = _microscaled(args, bits, group, strategy, layout)
         if named is not None:
             return named
         symmetric = True
@@ -279,17 +308,16 @@ def _weight(args: Fields) -> TensorQuant:
     raise _unknown(args, "strategy", strategy)
 
 
-def _activation(args: Fields) -> TensorQuant:
+def _activation(args: Fields, layout: str) -> TensorQuant:
     kind, bits, element = _element(args)
     group = args.integer("group_size", 0)
     strategy = args.string("strategy") or ("group" if group > 0 else "tensor")
     dynamic = args.values.get("dynamic", False) not in (False, None)
     symmetric = args.boolean("symmetric", True)
     if kind == "float":
-        named = _microscaled(args, bits, group, strategy)
+        named = _microscaled(args, bits, group, strategy, layout)
         if named is not None:
-            # MXFP8 scales are rounded at FP4's mantissa width, not at that of their own elements.
-            rule = {"fp4_e2m1": "even", "fp8_e4m3": "even-m1"}[named.element] if named.is_microscaled else ""
+            rule = _MX_RULES.get(named.element, "even") if named.is_microscaled else ""
             return replace(named, dynamic=True, scale_rule=rule, rounding="nearest-even")
         symmetric = True
     # Symmetric integers divide by half the range of codes (127.5), floats by their largest value.

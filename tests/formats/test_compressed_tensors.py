@@ -395,3 +395,35 @@ def test_an_order_that_is_not_known(tmp_path: Path, order: Any, code: str) -> No
     declared = config(group(["Linear"], {**INT4, "actorder": order}))
     problem = only(resolve(tmp_path, declared, int4_packed("m", 64, 128, 64)), code)
     assert problem.where.rule == "quantization_config.config_groups.group_0.weights.actorder"
+
+
+def test_a_format_that_implies_the_kind_of_scales_need_not_state_it(tmp_path: Path) -> None:
+    """The library's compressor takes uint8 where `scale_dtype` is absent."""
+    eight = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}
+    group = {"targets": ["Linear"], "weights": eight, "input_activations": {**eight, "dynamic": True}}
+    for place in ("group", "whole"):
+        config = {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"g": {**group, "format": "mxfp8-quantized"} if place == "group" else group},
+            "format": "mixed-precision" if place == "group" else "mxfp8-quantized",
+        }
+        found = resolve(tmp_path / place, config, mxfp8("m", 64, 64))
+        assert schemes(found) == {"m": "mxfp8/mxfp8"}
+        assert codes(found) == []
+
+
+def test_groups_of_outputs_leave_weights_to_others(tmp_path: Path) -> None:
+    """The cache of keys and values as releases before `kv_cache_scheme` wrote it."""
+    outputs = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    cache = {"targets": ["re:.*[kv]_proj$"], "output_activations": outputs}
+    linear = {"targets": ["Linear"], "weights": FP8, "input_activations": FP8_TOKEN}
+    names = [f"a.{name}_proj" for name in "qkv"]
+    tensors = {tensor: info for name in names for tensor, info in fp8_channel(name, 64, 64).items()}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"c": cache, "l": linear}}
+    found = resolve(tmp_path / "apart", config, tensors)
+    assert schemes(found) == dict.fromkeys(names, "fp8-channel/fp8-token")
+    assert codes(found) == []
+    config = {"quant_method": "compressed-tensors", "config_groups": {"l": {**linear, "output_activations": outputs}}}
+    found = resolve(tmp_path / "one", config, tensors)
+    assert only(found, "unsupported-option").where.rule.endswith("config_groups.l.output_activations")
+    assert set(schemes(found).values()) == {"fp8-channel/fp8-token unsupported"}

@@ -17,6 +17,8 @@ def packed_nibbles(draft: Draft, packed: TensorInfo) -> Stored:
         return unknown(draft, packed, f"weight_packed is {packed.dtype} {list(packed.shape)}")
     n, k = packed.shape[0], packed.shape[1] * 2
     scale = draft.take("scale", "weight_scale", required=True)
+    if scale is not None and (stored := _six_bits(draft, packed, scale)) is not None:
+        return stored
     return four_bit(draft, packed, n, k, scale, ("weight_global_scale",), divisor=True)
 
 
@@ -45,10 +47,8 @@ def packed_bytes(draft: Draft, weight: TensorInfo) -> Stored:
     hinted = draft.hinted
     if hinted is not None and hinted.element == "uint8":
         return _unsigned(draft, weight, scale)
-    if scale is not None and scale.dtype in E8M0_DTYPES and scale.shape == (rows, columns // 24) and not columns % 24:
-        # four codes in three bytes; which of the two formats they have only metadata can tell
-        name = "mxfp6e3m2" if hinted == parse_weight_id("mxfp6e3m2") else "mxfp6e2m3"
-        return draft.finish(parse_weight_id(name), "stream_k", "U8", rows, columns * 8 // 6)
+    if scale is not None and (stored := _six_bits(draft, weight, scale)) is not None:
+        return stored
     if scale is not None and scale.dtype in FLOAT_DTYPES and len(scale.shape) == 2 and scale.shape[0] == 2 * rows:
         n, k = 2 * rows, columns
         quant = grouped("int4", k, scale.shape[1], scale, draft.hinted, True)
@@ -58,6 +58,15 @@ def packed_bytes(draft: Draft, weight: TensorInfo) -> Stored:
         problem = "" if k % scale.shape[1] == 0 else misfit(scale, n, k)
         return draft.finish(quant, "nibbles_n", "U8", n, k, problem=problem)
     return four_bit(draft, weight, rows, columns * 2, scale, ("weight_scale_2", "weight_global_scale"), divisor=False)
+
+
+def _six_bits(draft: Draft, codes: TensorInfo, scale: TensorInfo) -> Stored | None:
+    """MXFP6: four codes in three bytes. Which of the two formats they have only metadata can tell."""
+    rows, columns = codes.shape
+    if scale.dtype not in E8M0_DTYPES or columns % 24 or scale.shape != (rows, columns // 24):
+        return None
+    name = "mxfp6e3m2" if draft.hinted == parse_weight_id("mxfp6e3m2") else "mxfp6e2m3"
+    return draft.finish(parse_weight_id(name), "stream_k", "U8", rows, columns * 8 // 6)
 
 
 def _unsigned(draft: Draft, weight: TensorInfo, scale: TensorInfo | None) -> Stored:
