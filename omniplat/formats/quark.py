@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from omniplat.errors import UnsupportedOptionError
-from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Rule
+from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Refusal, Rule
 from omniplat.formats.matching import (
     AnyOf,
     Everything,
     Exact,
+    Except,
     Matcher,
     Nothing,
     Pattern,
+    Suffix,
     bounded_glob,
     bounded_regex,
     compile_regex,
@@ -55,8 +57,13 @@ class QuarkFormat:
         rules = [
             _exclusion(entry, position, source, parts_of) for position, entry in enumerate(source.strings("exclude"))
         ]
-        for pattern, fields in source.children("layer_quant_config"):
-            rules.append(_layer_rule(pattern, _declared(fields, packing), source, parts_of))
+        excluded = AnyOf(tuple(rule.producer for rule in rules))
+        layers = source.child("layer_quant_config")
+        for pattern in layers.values if layers is not None else ():
+            assert layers is not None
+            own = layers.child(pattern)
+            declared = _declared(own, packing) if own is not None else NOT_QUANTIZED
+            rules.append(_layer_rule(pattern, declared, source, parts_of))
         for kind, fields in source.children("layer_type_quant_config"):
             rules.append(_type_rule(kind, _declared(fields, packing)))
         return Declaration(
@@ -65,7 +72,41 @@ class QuarkFormat:
             _declared(whole, packing) if whole is not None else NOT_QUANTIZED,
             tuple(rules),
             default_key="global_quant_config",
+            refusals=_rotations(source, excluded),
+            notes=_notes(whole),
         )
+
+
+#: Rotations that are computed on activations at run time, and the layers whose inputs they rotate: SpinQuant's, and
+#: QuaRot's Hadamard matrices. SpinQuant's r3 turns queries and keys alike, which changes no layer.
+_ONLINE: dict[str, Matcher] = {
+    "online_r1_rotation": Everything(),
+    "online_had": Everything(),
+    "r4": Suffix("down_proj"),
+}
+
+
+def _rotations(source: Fields, excluded: Matcher) -> tuple[Refusal, ...]:
+    """Rotations whose other half is computed on the activations; one that is folded into the weights needs nothing."""
+    value = source.values.get("algo_config")
+    single = source.child("algo_config") if isinstance(value, dict) else None
+    refusals = []
+    for algorithm in (single,) if single is not None else source.listed("algo_config"):
+        online = algorithm.child("online_config")
+        layers = online.strings("online_rotation_layers") if online is not None else ()
+        rotated: list[Matcher] = [Exact(layer) for layer in layers]
+        rotated = rotated or [where for name, where in _ONLINE.items() if algorithm.boolean(name, False)]
+        if rotated:
+            reason = f"{algorithm.string('name', 'a')} of activations at run time is not computed here"
+            refusals.append(Refusal(Except(AnyOf(tuple(rotated)), excluded), algorithm.key, reason))
+    return tuple(refusals)
+
+
+def _notes(whole: Fields | None) -> tuple[str, ...]:
+    """Outputs are the cache's affair (`kv_cache.py`); a quantized bias is nobody's."""
+    if whole is None or not whole.has("bias"):
+        return ()
+    return (f"{whole.path('bias')} has no effect here: biases are taken as they are stored",)
 
 
 def _declared(fields: Fields, packing: str) -> Declared:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from omniplat.oracle import element_values
-from tests.support.checkpoints import bf16, fp8_tensor
+from tests.support.checkpoints import bf16, fp8_channel, fp8_tensor
 from tests.support.resolving import codes, only, resolve, schemes
 from tests.support.values import values_of
 
@@ -197,3 +197,40 @@ def test_wrong_types_name_their_key(tmp_path: Path, change: Any, key: str) -> No
 def test_words_without_metadata_are_not_guessed(tmp_path: Path) -> None:
     found = resolve(tmp_path, None, int4("m", 64, 128, 32))
     assert schemes(found)["m"].endswith("invalid")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "refused"),
+    [
+        ({"name": "rotation", "r1": True, "r2": True, "r3": True, "r4": False}, set()),
+        ({"name": "rotation", "r1": True, "r4": True}, {"a.down_proj"}),
+        ({"name": "rotation", "online_r1_rotation": True}, {"a.down_proj", "a.up_proj"}),
+        ({"name": "quarot", "online_had": True}, {"a.down_proj", "a.up_proj"}),
+        ({"name": "rotation", "online_config": {"online_rotation_layers": ["a.up_proj"]}}, {"a.up_proj"}),
+        ({"name": "smooth", "alpha": 0.5}, set()),
+    ],
+)
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_rotation_at_run_time_is_refused(tmp_path: Path, algorithm: Any, refused: set[str], listed: bool) -> None:
+    specification = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "is_dynamic": False}
+    config = {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": specification},
+        "exclude": ["lm_head"],
+        "algo_config": [algorithm] if listed else algorithm,
+    }
+    tensors = fp8_channel("a.up_proj", 64, 64) | fp8_channel("a.down_proj", 64, 64) | {"lm_head.weight": bf16(64, 64)}
+    found = schemes(resolve(tmp_path, config, tensors))
+    assert {name for name, scheme in found.items() if scheme.endswith("unsupported")} == refused
+
+
+def test_a_layer_without_a_specification_is_not_quantized(tmp_path: Path) -> None:
+    specification = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "is_dynamic": False}
+    config = {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": specification, "bias": specification},
+        "layer_quant_config": {"*n": None},
+    }
+    found = resolve(tmp_path, config, fp8_channel("m", 64, 64) | {"n.weight": bf16(64, 64)})
+    assert schemes(found) == {"m": "fp8-channel/a16", "n": "bf16/a16"}
+    assert "global_quant_config.bias" in only(found, "known-quirk").message
