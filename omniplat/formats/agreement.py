@@ -14,10 +14,22 @@ def agrees(declared: Declared, stored: Stored) -> bool:
     """True when the headers show what is declared."""
     if not declared.quantizes:
         return not stored.quantized
-    if declared.open_granularity and stored.quantized and stored.weight is not None:
-        weight = declared.scheme.weight
-        return (stored.weight.element, stored.weight.second_scale) == (weight.element, weight.second_scale)
+    if declared.open_granularity and stored.quantized:
+        return _same_codes(declared, stored)
     return stored.quantized and stored.weight is not None and stored_id(stored) == declared.scheme.weight_id
+
+
+def differs_in_granularity(declared: Declared, stored: Stored) -> bool:
+    """True where both have codes of one kind, and what the declared activation needs of the tensors is there."""
+    activation = declared.scheme.activation
+    is_static = activation is not None and not activation.dynamic and activation.second_scale == ""
+    return _same_codes(declared, stored) and (not is_static or "input_scale" in stored.leaves)
+
+
+def _same_codes(declared: Declared, stored: Stored) -> bool:
+    weight = declared.scheme.weight
+    found = stored.weight
+    return found is not None and (found.element, found.second_scale) == (weight.element, weight.second_scale)
 
 
 def settled(declared: Declared, stored: Stored) -> Declared:

@@ -14,7 +14,7 @@ from omniplat.checkpoint.folder import MAX_METADATA_TENSOR_BYTES, Component
 from omniplat.checkpoint.modules import WEIGHT_LEAVES, Module, group_modules
 from omniplat.errors import UnsupportedOptionError
 from omniplat.findings import Finding, finding
-from omniplat.formats.agreement import agrees, hint_from_headers, settled, stored_id
+from omniplat.formats.agreement import agrees, differs_in_granularity, hint_from_headers, settled, stored_id
 from omniplat.formats.aliases import Aliases
 from omniplat.formats.declared import NOT_QUANTIZED, READINGS, Declaration, Declared, Refusal, Rule
 from omniplat.formats.detect import Read, unusable
@@ -414,9 +414,12 @@ class _Resolver:
     def _activation(self, choice: _Choice) -> TensorQuant | None:
         """Declared activation; for a weight that contradicts its rule, the default's if that weight is the same.
 
-        The activation of a rule whose weight is another says nothing about this weight: it stays unquantized.
+        The activation of a rule whose weight is another says nothing about this weight: it stays unquantized. A weight
+        whose scales only cover more or less than declared is no other weight.
         """
         if choice.declared.quantizes and (choice.agrees or not choice.stored.complete):
+            return choice.declared.scheme.activation
+        if choice.declared.quantizes and differs_in_granularity(choice.declared, choice.stored):
             return choice.declared.scheme.activation
         default = self._declaration.default if self._declaration is not None else NOT_QUANTIZED
         same = default.quantizes and choice.stored.weight is not None and agrees(default, choice.stored)
@@ -429,7 +432,10 @@ class _Resolver:
             found.append(
                 finding("known-quirk", text, severity="warning", component=self._component.name, file=self._file)
             )
-        return found + idle_findings(self._component, self._file, self._rules.values(), idle, self._index)
+        entries = self._declaration.scope_entries if self._declaration is not None else ()
+        idle |= self._rule_hits.idle_entries
+        rules = (*self._rules.values(), *entries)
+        return found + idle_findings(self._component, self._file, rules, idle, self._index)
 
     @property
     def _file(self) -> str:

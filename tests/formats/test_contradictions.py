@@ -167,3 +167,25 @@ def test_a_shape_that_is_no_metadata_tensor_is_not_read(tmp_path: Path) -> None:
     tensors = int4_packed("a", 64, 64, 64) | {"a.weight_shape": ("I64", (1024,)), "b.weight": bf16(64, 64)}
     found = resolve(tmp_path, {**MODELOPT, "ignore": ["b"]}, tensors)
     assert only(found, "tensors-contradict-config").modules == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("declared", "inputs", "tensors", "scheme"),
+    [
+        ("tensor", {"strategy": "token", "dynamic": True}, fp8_channel("m", 64, 64), "fp8-channel/fp8-token"),
+        ("channel", {"strategy": "token", "dynamic": True}, fp8_tensor("m", 64, 64), "fp8-tensor/fp8-token"),
+        ("channel", {"strategy": "tensor"}, fp8_tensor("m", 64, 64), "fp8-tensor/fp8-tensor-static"),
+        ("tensor", {"strategy": "tensor"}, fp8_channel("m", 64, 64), "fp8-channel/a16"),
+        ("tensor", {"strategy": "token", "dynamic": True}, mxfp8("m", 64, 64), "mxfp8/fp8-token"),
+        ("tensor", {"strategy": "token", "dynamic": True}, int4_packed("m", 64, 128, 64), "int4-g64/a16"),
+    ],
+)
+def test_scales_that_cover_more_or_less_than_declared_leave_the_activation(
+    tmp_path: Path, declared: str, inputs: dict[str, Any], tensors: Any, scheme: str
+) -> None:
+    weights = {"num_bits": 8, "type": "float", "strategy": declared}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8, "type": "float", **inputs}}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"g": group}}
+    found = resolve(tmp_path, config, tensors)
+    assert schemes(found) == {"m": scheme}
+    assert "tensors-contradict-config" in codes(found)
