@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from omniplat.errors import InvalidCheckpointError, UnsupportedOptionError
 from omniplat.formats.base import literal_matcher
-from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Refusal, Rule
+from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Refusal, Rule, scope_entries
 from omniplat.formats.matching import (
     AnyOf,
     AtOrBelow,
@@ -35,6 +35,9 @@ _PACKINGS: dict[str, tuple[str, int]] = {
     "auto_round": ("gptq", 0),
     "auto_round:gptqmodel": ("gptq", 0),
     "auto_round:auto_gptq": ("gptq", 1),
+    # other names of two of them, which the producer reads alike
+    "auto_round:gptq": ("gptq", 1),
+    "auto_round:awq": ("awq", 0),
     "auto_round:auto_awq": ("awq", 0),
     "auto_round:llm_compressor": ("", 0),
     "auto_round:fp8": ("", 0),
@@ -79,14 +82,15 @@ class AutoRoundFormat:
         packing, zero_offset = _PACKINGS[packing_format]
         default = Declared(_scheme(source, source), packing, zero_offset)
         rules = [_rule(key, override, source, default, parts_of) for key, override in source.children("extra_config")]
-        blocks = _blocks(source)
+        name, blocks = _blocks(source)
         return Declaration(
             self.name,
             source.file,
             default,
             tuple(rules),
             scope=AnyOf(tuple(AtOrBelow(block) for block in blocks)) if blocks else None,
-            scope_key=f"block_name_to_quantize={','.join(blocks)}" if blocks else "",
+            scope_key=f"{name}={','.join(blocks)}" if blocks else "",
+            scope_entries=scope_entries(name, ((block, AtOrBelow(block)) for block in blocks), default),
             default_key=_default_key(source),
             refusals=_rotations(source),
         )
@@ -111,8 +115,8 @@ def _default_key(source: Fields) -> str:
     return f"bits={source.integer('bits', 4)}, data_type={source.string('data_type', 'int')}"
 
 
-def _blocks(source: Fields) -> tuple[str, ...]:
-    """Blocks in scope: a comma-separated string, a list, or a list of lists, under either spelling."""
+def _blocks(source: Fields) -> tuple[str, tuple[str, ...]]:
+    """The key and the blocks in scope: a comma-separated string, a list, or a list of lists, under either spelling."""
     for name in ("block_name_to_quantize", "to_quant_block_names"):
         value = source.values.get(name)
         if value is None:
@@ -121,8 +125,8 @@ def _blocks(source: Fields) -> tuple[str, ...]:
         flat = [inner for item in items for inner in (item if isinstance(item, list) else [item])]
         if not all(isinstance(item, str) for item in flat):
             raise source.wrong(name, "a string or a list of strings")
-        return tuple(part.strip().strip(".") for item in flat for part in item.split(",") if part.strip())
-    return ()
+        return name, tuple(part.strip().strip(".") for item in flat for part in item.split(",") if part.strip())
+    return "", ()
 
 
 def _rule(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from omniplat.formats.matching import Matcher
@@ -72,6 +73,11 @@ class Rule:
         return self.producer if reading == "producer" else self.consumer
 
 
+def scope_entries(kind: str, entries: Iterable[tuple[str, Matcher]], declared: Declared) -> tuple[Rule, ...]:
+    """Entries of the list `kind` of modules, or of what contains them, that have the default `declared`."""
+    return tuple(Rule(f"{kind}[{text!r}]", kind, text, found, found, found, declared) for text, found in entries)
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Modules that the metadata transforms in a way that nothing here can compute: `key` names the entry."""
@@ -87,6 +93,7 @@ class Declaration:
 
     `default`      what modules have that no rule names: a scheme, or `NOT_QUANTIZED` for a whitelist.
     `scope`        matches the modules that the default covers; None: all of them.
+    `scope_entries`  the entries of the list that the scope is written as; they assign nothing of their own.
     `speaks_of_all`  True when a 16-bit module inside the scope that no rule excludes contradicts the metadata;
                      False for dialects that leave out modules without listing them.
     `unlisted`     the modules that this producer leaves out without listing them (an output head), where it speaks
@@ -102,6 +109,7 @@ class Declaration:
     rules: tuple[Rule, ...] = ()
     scope: Matcher | None = None
     scope_key: str = ""
+    scope_entries: tuple[Rule, ...] = ()
     speaks_of_all: bool = True
     default_key: str = ""
     unlisted: Matcher | None = None

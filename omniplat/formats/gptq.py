@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from omniplat.errors import UnsupportedOptionError
-from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Rule
-from omniplat.formats.matching import AnyOf, Exact, Matcher, Pattern, Segments, compile_regex
+from omniplat.formats.declared import NOT_QUANTIZED, Declaration, Declared, Rule, scope_entries
+from omniplat.formats.matching import AnyOf, Exact, Nothing, Pattern, Segments, compile_regex
 from omniplat.formats.metadata import Fields
 from omniplat.scheme import Scheme, TensorQuant
+
+#: The list of modules, by their names inside a block, that are quantized.
+_LIST = "modules_in_block_to_quantize"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +36,67 @@ class GptqFormat:
                 key=source.path("checkpoint_format"),
             )
         offset = 0 if checkpoint_format == "gptq_v2" else 1
-        default = Declared(_scheme(source, source), "gptq", offset, source.boolean("desc_act", False))
-        rules = []
-        for index, (key, override) in enumerate(source.children("dynamic")):
-            skip = key.startswith("-:")
-            text = key.removeprefix("-:").removeprefix("+:")
-            pattern = Pattern(compile_regex(text, file=source.file, key=override.key), "match")
-            declared = NOT_QUANTIZED if skip else replace(default, scheme=_scheme(override, source))
-            rules.append(Rule(f"dynamic[{key!r}]", "dynamic", text, pattern, pattern, pattern, declared, rank=index))
+        ordered = source.boolean("desc_act", False)
+        default = Declared(_scheme(source, source), "gptq", offset, ordered, unsupported=_unsupported(source))
+        rules = _dynamic_rules(source, default)
         if source.values.get("lm_head") is False:
             head = Exact("lm_head")
             rules.append(Rule("lm_head", "lm_head", "lm_head", head, head, head, NOT_QUANTIZED, len(rules), False))
         listed = _listed(source)
+        covered = (*listed, "lm_head") if listed and source.boolean("lm_head", False) else listed
         return Declaration(
             self.name,
             source.file,
             default,
             tuple(rules),
-            scope=_scope(listed, source) if listed else None,
-            scope_key="modules_in_block_to_quantize",
+            scope=AnyOf(tuple(map(Segments, covered))) if listed else None,
+            scope_key=_LIST,
+            scope_entries=scope_entries(_LIST, ((name, Segments(name)) for name in covered), default),
             speaks_of_all=False,
             default_key=f"bits={source.integer('bits', 4)}, group_size={source.integer('group_size', 128)}",
+            notes=_notes(source),
         )
+
+
+def _dynamic_rules(source: Fields, default: Declared) -> list[Rule]:
+    """`dynamic`: expressions whose modules are skipped (`-:`) or quantized otherwise.
+
+    The first that matches counts; GPTQModel puts those that skip before all others when it reads them, engines keep
+    the order of the file. `false` and null skip as well.
+    """
+    table = source.child("dynamic")
+    rules: list[Rule] = []
+    nothing = Nothing()
+    overrides = 0
+    for index, (key, value) in enumerate(table.values.items() if table is not None else ()):
+        assert table is not None
+        skip = key.startswith("-:") or value is None or value is False
+        override = Fields(table.file, table.path(key), {}) if skip else table.child(key)
+        assert override is not None
+        text = key.removeprefix("-:").removeprefix("+:")
+        pattern = Pattern(compile_regex(text, file=source.file, key=override.key), "match")
+        declared = NOT_QUANTIZED if skip else replace(default, scheme=_scheme(override, source))
+        name = f"dynamic[{key!r}]"
+        if skip and overrides:
+            rules.append(Rule(name, "dynamic", text, pattern, pattern, nothing, declared, rank=-1))
+            rules.append(Rule(name, "dynamic", text, nothing, nothing, pattern, declared, rank=index, must_hit=False))
+        else:
+            rules.append(Rule(name, "dynamic", text, pattern, pattern, pattern, declared, rank=index))
+        overrides += not skip
+    return rules
+
+
+def _unsupported(source: Fields) -> str:
+    """Why nothing runs weights with GPTQModel's `activation`: inputs are quantized in ways of its own kernels."""
+    if not source.has("activation"):
+        return ""
+    return f"the quantization of inputs that {source.path('activation')} asks for is not computed here"
+
+
+def _notes(source: Fields) -> tuple[str, ...]:
+    if not source.has("adapter"):
+        return ()
+    return (f"{source.path('adapter')} names an adapter that is applied beside the weights: it is not loaded here",)
 
 
 def _check_layout(source: Fields) -> None:
@@ -71,19 +113,14 @@ def _check_layout(source: Fields) -> None:
 
 def _listed(source: Fields) -> tuple[str, ...]:
     """`modules_in_block_to_quantize`: a list of names, or of lists of names that were quantized together."""
-    value = source.values.get("modules_in_block_to_quantize")
+    value = source.values.get(_LIST)
     if value is None:
         return ()
     nested = value if isinstance(value, list) else [value]
     items = [inner for item in nested for inner in (item if isinstance(item, list) else [item])]
     if not isinstance(value, list) or not all(isinstance(item, str) for item in items):
-        raise source.wrong("modules_in_block_to_quantize", "a list of names or of lists of names")
+        raise source.wrong(_LIST, "a list of names or of lists of names")
     return tuple(str(item) for item in items)
-
-
-def _scope(listed: tuple[str, ...], source: Fields) -> Matcher:
-    names = (*listed, "lm_head") if source.boolean("lm_head", False) else listed
-    return AnyOf(tuple(Segments(name) for name in names))
 
 
 def _scheme(override: Fields, base: Fields) -> Scheme:

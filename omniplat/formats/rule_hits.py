@@ -20,7 +20,8 @@ class RuleHits:
     A rule that names nothing in the checkpoint's names is asked once more in engines' names, then in other spellings
     (`aliases.py`). There it names only what `agrees` says is stored as the rule declares: another name is a guess at
     what was meant, and the tensors confirm it or there is none. `respelled` collects, by the rule's list, modules of
-    rules in other spellings, and of rules in an engine's names that leave out modules of which others are quantized.
+    rules in other spellings, and of rules in an engine's names that leave out modules of which others are quantized;
+    `idle_entries` the keys of those entries of the scope's list that name nothing.
     """
 
     def __init__(self, index: ModuleIndex, aliases: Aliases, agrees: Callable[[str, Declared], bool]) -> None:
@@ -28,6 +29,7 @@ class RuleHits:
         self._aliases = aliases
         self._agrees = agrees
         self.respelled: dict[str, set[str]] = defaultdict(set)
+        self.idle_entries: set[str] = set()
 
     def of(self, rule: Rule, file: str) -> Hits:
         """The modules that a rule names under each reading; a matcher that several readings share is asked once.
@@ -66,10 +68,15 @@ class RuleHits:
         """The modules that the default covers, likewise; None for all. The tensors decide on each of them later."""
         if declaration.scope is None:
             return None
-        own = frozenset(declaration.scope.hits(self._index))
-        if own or not declaration.scope_key:
-            return own
-        other = frozenset(self._aliases.spelled.hits(declaration.scope))
-        if other:
-            self.respelled[declaration.scope_key].update(other)
-        return other
+        if not declaration.scope_entries:
+            return frozenset(declaration.scope.hits(self._index))
+        found: set[str] = set()
+        for entry in declaration.scope_entries:
+            own = entry.producer.hits(self._index)
+            other = [] if own else self._aliases.spelled.hits(entry.producer)
+            if other:
+                self.respelled[declaration.scope_key].update(other)
+            found.update(own, other)
+            if not own and not other:
+                self.idle_entries.add(entry.key)
+        return frozenset(found)

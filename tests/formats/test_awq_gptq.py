@@ -79,7 +79,7 @@ def test_the_whitelist_of_gptq_holds_names_inside_a_block(tmp_path: Path) -> Non
         **gptq("model.layers.0.self_attn.q_proj", 64, 128, 4, 64),
         "model.layers.0.mlp.up_proj.weight": bf16(8, 8),
     }
-    for number, value in enumerate(([["self_attn.q_proj"], ["self_attn.k_proj"]], ["self_attn.q_proj"])):
+    for number, value in enumerate(([["self_attn.q_proj"], ["0.self_attn"]], ["self_attn.q_proj"])):
         found = resolve(tmp_path / str(number), {**GPTQ, "modules_in_block_to_quantize": value}, tensors)
         declared = {m.name: m.declared.id for m in found.modules if m.declared}
         assert declared == {
@@ -128,3 +128,46 @@ def test_an_order_of_groups_must_be_stored(tmp_path: Path, change: Any, needed: 
 def test_one_group_has_no_order(tmp_path: Path) -> None:
     found = resolve(tmp_path, {**GPTQ, "desc_act": True, "group_size": -1}, gptq("m", 64, 128, 4, 128))
     assert (schemes(found), codes(found)) == ({"m": "int4-channel/a16"}, [])
+
+
+@pytest.mark.parametrize("skip", [{"-:.*down_proj$": {}}, {"-:.*down_proj$": None}, {".*down_proj$": False}])
+@pytest.mark.parametrize("first", [False, True])
+def test_what_skips_a_module_counts_before_what_quantizes_it_otherwise(tmp_path: Path, skip: Any, first: bool) -> None:
+    """GPTQModel puts such entries first whatever their place in the file, engines take the first that matches."""
+    wide = {"+:.*mlp.*": {"bits": 8}}
+    config = {**GPTQ, "group_size": 64, "dynamic": {**skip, **wide} if first else {**wide, **skip}}
+    tensors = {"mlp.down_proj.weight": bf16(64, 64), **gptq("mlp.up_proj", 64, 64, 8, 64), **gptq("m", 64, 64, 4, 64)}
+    found = resolve(tmp_path, config, tensors)
+    assert schemes(found) == {"m": "int4-g64/a16", "mlp.up_proj": "int8-g64/a16", "mlp.down_proj": "bf16/a16"}
+    assert codes(found) == ([] if first else ["rule-readings-differ"])
+
+
+def test_what_gptqmodel_does_beside_the_weights_is_said(tmp_path: Path) -> None:
+    tensors = {**gptq("m", 64, 64, 4, 64), "n.weight": bf16(64, 64)}
+    config = {**GPTQ, "group_size": 64}
+    found = resolve(tmp_path / "inputs", {**config, "activation": {"mode": "w4afp8"}}, tensors)
+    assert schemes(found) == {"m": "int4-g64/a16 unsupported", "n": "bf16/a16"}
+    assert "quantization_config.activation" in only(found, "unsupported-option").message
+    found = resolve(tmp_path / "adapter", {**config, "adapter": {"name": "lora", "rank": 8}}, tensors)
+    assert schemes(found) == {"m": "int4-g64/a16", "n": "bf16/a16"}
+    assert "quantization_config.adapter" in only(found, "known-quirk").message
+
+
+@pytest.mark.parametrize(
+    ("method", "key"), [("gptq", "modules_in_block_to_quantize"), ("auto-round", "block_name_to_quantize")]
+)
+def test_entries_of_a_whitelist_that_name_nothing_are_reported(tmp_path: Path, method: str, key: str) -> None:
+    config = {**GPTQ, "group_size": 64, "quant_method": method, "packing_format": "auto_round:auto_gptq"}
+    tensors = gptq("model.layers.0.m", 64, 64, 4, 64)
+    block = "model.layers" if method == "auto-round" else "m"
+    found = resolve(tmp_path / "some", {**config, key: [block, "visual.blocks"]}, tensors)
+    assert schemes(found) == {"model.layers.0.m": "int4-g64/a16"}
+    problem = only(found, "rule-matches-nothing")
+    assert (problem.severity, problem.where.rule) == ("warning", f"{key}['visual.blocks']")
+    found = resolve(tmp_path / "none", {**config, key: ["visual.blocks"]}, tensors)
+    assert only(found, "rule-matches-nothing").severity == "error"
+    if method == "auto-round":
+        lists = ["model.language_model.layers", "lm_head"]
+        found = resolve(tmp_path / "spelled", {**config, key: lists}, {**tensors, **gptq("lm_head", 64, 64, 4, 64)})
+        assert set(schemes(found).values()) == {"int4-g64/a16"}
+        assert codes(found) == ["rule-readings-differ"]
