@@ -33,7 +33,7 @@ from omniplat.models.family import (
     scope_of,
     scoped_attention,
 )
-from omniplat.models.moe import moe_spec, router_of
+from omniplat.models.moe import expert_count, moe_spec, router_of
 from omniplat.models.names import EXPERT
 from omniplat.moe_block import MoeBlock, block_of
 from omniplat.packed import PackedLayer, Part, Split
@@ -247,7 +247,8 @@ class _Packer:
         w13: list[tuple[Part, ...]] = []
         w2: list[tuple[Part, ...]] = []
         missing: list[str] = []
-        for index in _expected(experts):
+        block = self._block(name)
+        for index in _expected(experts, self._routed(name, block)):
             leaves = experts.get(index, {})
             up_parts = (names.fused,) if names.fused in leaves else (names.gate, names.up)
             absent = [leaf for leaf in (*up_parts, names.down) if leaf not in leaves]
@@ -259,10 +260,18 @@ class _Packer:
         first = w13[0][0].module if w13 and w13[0] else modules[0]
         down = w2[0][0].module if w2 and w2[0] else modules[-1]
         rows = sum(part.module.out_features for part in w13[0]) if w13 else 0
-        block = self._block(name)
         spec = self._moe_spec(block, name, first, down, rows, first.in_features, down.out_features, len(w13))
         spec = replace(spec, bias=_has_bias(modules), extras=_extras(modules))
         return PackedLayer(spec, w13=tuple(w13), w2=tuple(w2), block=block)
+
+    def _routed(self, name: str, block: MoeBlock) -> int:
+        """How many experts the router chooses from, where the configuration says the same; else 0.
+
+        A router may know experts that have no weights, and a configuration may be that of another size.
+        """
+        router = self._modules.get(block.router)
+        count = expert_count(self._source.config, name)
+        return count if router is not None and router.out_features == count else 0
 
     def _block(self, name: str) -> MoeBlock:
         router = router_of(self._family, self._source.config, name) or Router()
@@ -386,9 +395,9 @@ class _Packer:
 MAX_ABSENT_EXPERTS = 64
 
 
-def _expected(present: Collection[int]) -> list[int]:
-    """The numbers of all experts up to the highest, of those that are absent no more than the first few."""
-    absent = (index for index in range(max(present)) if index not in present)
+def _expected(present: Collection[int], count: int) -> list[int]:
+    """The numbers of `count` experts, or up to the highest, of those that are absent no more than the first few."""
+    absent = (index for index in range(max(*present, count)) if index not in present)
     return sorted({*present, *islice(absent, MAX_ABSENT_EXPERTS)})
 
 

@@ -10,6 +10,7 @@ from omniplat.layer import MoeSpec, Routing
 from omniplat.models.family import Family, Router, configs_of, identifiers_of
 from omniplat.scheme import Scheme
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = (
     *("num_experts_per_tok", "moe_topk", "moe_top_k", "num_experts_per_token", "moe_num_experts_per_tok"),
     *("experts_per_token", "top_k_experts", "moe_k"),
@@ -66,6 +67,12 @@ def moe_spec(
         top_k=int(_find(sources, _TOP_K, int, index) or 0),
         routing=_routing(sources, router, correction_bias=correction_bias),
     )
+
+
+def expert_count(config: Mapping[str, Any], name: str) -> int:
+    """How many routed experts the configuration gives the layer called `name`; 0 where it does not tell."""
+    match = _LAYER.search(name)
+    return int(_find(configs_of(config, name), _EXPERTS, int, int(match[1]) if match else 0) or 0)
 
 
 def _routing(sources: Sequence[Mapping[str, Any]], router: Router, *, correction_bias: bool) -> Routing:

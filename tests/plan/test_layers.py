@@ -235,6 +235,20 @@ def test_a_missing_expert_is_named(tmp_path: Path, lost: str) -> None:
     assert all(module.startswith(prefix) for module in error.modules)
 
 
+@pytest.mark.parametrize(
+    ("declared", "rows", "status"), [(5, 5, "invalid"), (5, 4, "ok"), (4, 5, "ok"), (None, 5, "ok")]
+)
+def test_the_last_experts_are_missing_where_router_and_configuration_know_them(
+    tmp_path: Path, declared: int | None, rows: int, status: str
+) -> None:
+    tensors = {**experts(0), "model.layers.0.mlp.gate.weight": bf16(rows, 128)}
+    plan = plan_of(tmp_path, MX, tensors, config={**MOE, "num_experts": declared})
+    assert moe_layer(plan).status == status
+    lost = [module for item in plan.findings if item.code == "missing-tensor" for module in item.modules]
+    assert len(lost) == (3 if status == "invalid" else 0)
+    assert all(module.startswith("model.layers.0.mlp.experts.4.") for module in lost)
+
+
 def test_norms_embeddings_and_convolutions_are_no_layers(tmp_path: Path) -> None:
     tensors = {
         **fp8_tensor("model.layers.0.mlp.down_proj", 128, 128),
