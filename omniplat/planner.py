@@ -63,6 +63,10 @@ def make_plan(
         findings.append(
             finding("index-names-absent-tensor", message, severity="warning", component=name, file="model_index.json")
         )
+    for file in checkpoint.unread_files:
+        message = f"{file} holds quantization metadata of no component: it is not read"
+        fix = "move it into the folder of the component that it is about"
+        findings.append(finding("known-quirk", message, severity="warning", file=file, fix=fix))
     for part in checkpoint.components:
         if component is not None and part.name != component:
             continue

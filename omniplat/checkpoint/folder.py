@@ -74,7 +74,8 @@ class Checkpoint:
     """A folder, one file or a repository of the Hub, and its components.
 
     `path` is the id of a repository and `revision` its commit, "" for files on disk. `absent_components` are listed
-    as null in model_index.json, `missing_components` with a class but have no folder.
+    as null in model_index.json, `missing_components` with a class but have no folder. `unread_files` hold quantization
+    metadata beside the components' folders, and of no component.
     """
 
     path: Path
@@ -82,6 +83,7 @@ class Checkpoint:
     absent_components: tuple[str, ...] = field(default=())
     missing_components: tuple[str, ...] = field(default=())
     revision: str = ""
+    unread_files: tuple[str, ...] = field(default=())
 
 
 def read_json(root: Path, file: str) -> Any:
@@ -122,9 +124,13 @@ def _index_entries(source: Source, index: str) -> dict[str, str]:
     return weight_map
 
 
-def _described_by(names: Iterable[str]) -> list[str]:
-    """msModelSlim's other exporter appends the type to the file's name: `quant_model_description_w8a8.json`."""
-    return [n for n in names if n.startswith("quant_model_description_") and n.endswith(".json")]
+def _metadata_files(names: Sequence[str]) -> list[str]:
+    """Those of `names` that hold metadata.
+
+    msModelSlim's other exporter appends the type to the file's name: `quant_model_description_w8a8.json`.
+    """
+    described = [n for n in names if n.startswith("quant_model_description_") and n.endswith(".json")]
+    return [f for f in METADATA_FILES if f in names] + described
 
 
 def _open_component(source: Source, name: str, *, only_shard: str = "", gguf: tuple[str, ...] = ()) -> Component:
@@ -133,8 +139,7 @@ def _open_component(source: Source, name: str, *, only_shard: str = "", gguf: tu
     prefix = f"{name}/" if name else ""
     config_file = f"{prefix}config.json"
     config = _read_config(source, config_file) if "config.json" in names and not only_shard else {}
-    metadata_files = [] if only_shard else [f for f in METADATA_FILES if f in names] + _described_by(names)
-    files = {f: _read_json(source, prefix + f) for f in metadata_files}
+    files = {f: _read_json(source, prefix + f) for f in ([] if only_shard else _metadata_files(names))}
 
     listed: dict[str, tuple[str, str]] = {}  # tensor -> (index file, shard)
     indexes = [] if only_shard else [n for n in names if n.endswith(".safetensors.index.json")]
@@ -170,9 +175,9 @@ def _open_component(source: Source, name: str, *, only_shard: str = "", gguf: tu
     return Component(name, source.root, config_file, config, files, tensors, metadata, tuple(shards), absent, source)
 
 
-def _pipeline_components(source: Source, names: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
-    """Component folders that hold safetensors, components that model_index.json lists as null, and those without a
-    folder."""
+def _pipeline_components(source: Source, names: Iterable[str]) -> tuple[list[str], list[str], list[str], list[str]]:
+    """Component folders that hold safetensors, components that model_index.json lists as null, those without a folder,
+    and model_index.json itself where it says how something is quantized."""
     index = _read_config(source, "model_index.json")
     present: list[str] = []
     absent: list[str] = []
@@ -188,7 +193,7 @@ def _pipeline_components(source: Source, names: Iterable[str]) -> tuple[list[str
             present.append(key)
         elif key not in names:
             missing.append(key)
-    return present, absent, missing
+    return present, absent, missing, ["model_index.json"] if index.get("quantization_config") else []
 
 
 def _has_shards(source: Source, folder: str = "") -> bool:
@@ -257,10 +262,12 @@ def open_source(source: Source, revision: str = "", file: str = "") -> Checkpoin
     where = str(source.root)
     absent: list[str] = []
     missing: list[str] = []
+    unread: list[str] = []
     if "model_index.json" in names:
-        present, absent, missing = _pipeline_components(source, names)
+        present, absent, missing, unread = _pipeline_components(source, names)
         if not present:
             raise InvalidCheckpointError("no listed component holds safetensors", file="model_index.json")
+        unread += _metadata_files(names)
         components = tuple(_open_component(source, name) for name in present)
     elif not _has_shards(source):
         components = _without_shards(source, names, where)
@@ -271,7 +278,7 @@ def open_source(source: Source, revision: str = "", file: str = "") -> Checkpoin
                 "not found, and no file or tensor describes the quantization", file="config.json"
             )
         components = (component,)
-    return Checkpoint(source.root, components, tuple(absent), tuple(missing), revision)
+    return Checkpoint(source.root, components, tuple(absent), tuple(missing), revision, tuple(unread))
 
 
 def _without_shards(source: Source, names: Sequence[str], where: str) -> tuple[Component, ...]:

@@ -69,6 +69,18 @@ def test_a_pipeline_has_one_component_per_folder_and_knows_the_null_ones(tmp_pat
     assert opened.components[0].path_of("config.json") == "transformer/config.json"
 
 
+@pytest.mark.parametrize("name", ["quantization_config.json", "quant_model_description_w8a8.json", "model_index.json"])
+def test_metadata_of_no_component_is_said_to_be_unread(tmp_path: Path, name: str) -> None:
+    write_checkpoint(tmp_path / "transformer", {}, TENSORS)
+    (tmp_path / name).write_text("{}")
+    index = {"transformer": ["diffusers", "T"]}
+    index |= {"quantization_config": {"quant_method": "fp8"}} if name == "model_index.json" else {}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    assert open_checkpoint(tmp_path).unread_files == (name,)
+    (found,) = [item for item in plan(tmp_path, device="cpu").findings if item.code == "known-quirk"]
+    assert (found.severity, found.where.file) == ("warning", name)
+
+
 def test_a_listed_component_without_a_folder_is_said(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "transformer", {}, TENSORS)
     listed = {"transformer": ["diffusers", "T"], "transformer_2": ["diffusers", "T"], "vae": [None, None]}
