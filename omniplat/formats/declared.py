@@ -93,7 +93,8 @@ class Declaration:
 
     `default`      what modules have that no rule names: a scheme, or `NOT_QUANTIZED` for a whitelist.
     `scope`        matches the modules that the default covers; None: all of them.
-    `scope_entries`  the entries of the list that the scope is written as; they assign nothing of their own.
+    `scope_entries`  the entries of the list that the scope is written as; they assign nothing of their own. Some may
+                   name parts of the model that are not in this checkpoint, all of them may not.
     `speaks_of_all`  True when a 16-bit module inside the scope that no rule excludes contradicts the metadata;
                      False for dialects that leave out modules without listing them.
     `unlisted`     the modules that this producer leaves out without listing them (an output head), where it speaks

@@ -432,9 +432,10 @@ class _Resolver:
             found.append(
                 finding("known-quirk", text, severity="warning", component=self._component.name, file=self._file)
             )
-        entries = self._declaration.scope_entries if self._declaration is not None else ()
-        idle |= self._rule_hits.idle_entries
-        rules = (*self._rules.values(), *entries)
+        rules = list(self._rules.values())
+        if self._declaration is not None and self._scope is not None and not self._scope:
+            rules += self._declaration.scope_entries
+            idle |= {entry.key for entry in self._declaration.scope_entries}
         return found + idle_findings(self._component, self._file, rules, idle, self._index)
 
     @property

@@ -20,8 +20,7 @@ class RuleHits:
     A rule that names nothing in the checkpoint's names is asked once more in engines' names, then in other spellings
     (`aliases.py`). There it names only what `agrees` says is stored as the rule declares: another name is a guess at
     what was meant, and the tensors confirm it or there is none. `respelled` collects, by the rule's list, modules of
-    rules in other spellings, and of rules in an engine's names that leave out modules of which others are quantized;
-    `idle_entries` the keys of those entries of the scope's list that name nothing.
+    rules in other spellings, and of rules in an engine's names that leave out modules of which others are quantized.
     """
 
     def __init__(self, index: ModuleIndex, aliases: Aliases, agrees: Callable[[str, Declared], bool]) -> None:
@@ -29,7 +28,6 @@ class RuleHits:
         self._aliases = aliases
         self._agrees = agrees
         self.respelled: dict[str, set[str]] = defaultdict(set)
-        self.idle_entries: set[str] = set()
 
     def of(self, rule: Rule, file: str) -> Hits:
         """The modules that a rule names under each reading; a matcher that several readings share is asked once.
@@ -77,6 +75,4 @@ class RuleHits:
             if other:
                 self.respelled[declaration.scope_key].update(other)
             found.update(own, other)
-            if not own and not other:
-                self.idle_entries.add(entry.key)
         return frozenset(found)
