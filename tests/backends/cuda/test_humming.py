@@ -69,7 +69,7 @@ def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str, int, int], 
             print(f"{kernel} {scheme} {n}x{k}: {type(exc).__name__}: {exc}")
             continue
         layers[kernel, scheme, n, k] = layer
-        wanted |= {Key(layer.config.layer, "dense", bucket_of(rows, "dense"), 0) for rows in ROWS}
+        wanted |= {Key(layer.config.layer, "dense", bucket_of(rows, "dense"), 0, True) for rows in ROWS}
     compile_ahead(wanted)
     return layers
 

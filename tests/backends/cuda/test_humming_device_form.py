@@ -55,6 +55,13 @@ def on_device(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     return kernels
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @linear.each_layer
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_linear_layers_compute_what_the_oracle_does(kernel: str, scheme: str, dtype: str, on_device: Kernels) -> None:
@@ -109,6 +116,18 @@ class TestExperts:
     @pytest.mark.parametrize("activation", ["gelu", "swiglu-oai"])
     def test_biases_and_other_activations(self, activation: str, on_device: Kernels) -> None:
         experts.test_biases_and_other_activations(activation, "cpu")
+
+    def test_their_sums_are_whole_where_torch_is_to_be_deterministic(
+        self, on_device: Kernels, deterministic: None
+    ) -> None:
+        """By kernels of their own, which are there beside the others."""
+        layer = experts.layer_of(*experts.weights_of("mxfp4/a16"), "cpu")
+        routing, x = make_routing(9, experts.EXPERTS, experts.TOP, np.random.default_rng(0)), experts.rounded_input(9)
+        experts.run(layer, x, routing, "cpu")
+        torch.use_deterministic_algorithms(False)
+        experts.run(layer, x, routing, "cpu")
+        found = [compute["use_batch_invariant"] for _, compute, _ in on_device.compiled]
+        assert found == [True, True, False, False]
 
     def test_nothing_is_launched_while_launches_are_collected(self, on_device: Kernels) -> None:
         from omniplat.portable.launch import collected

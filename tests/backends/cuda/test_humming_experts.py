@@ -108,7 +108,9 @@ def compiled(request: pytest.FixtureRequest) -> None:
             print(f"{scheme} {dtype}: {type(exc).__name__}: {exc}")
             continue
         layers += [config.w13_layer, config.w2_layer]
-    compile_ahead({Key(layer, "indexed", bucket_of(rows * TOP, "indexed"), 0) for layer in layers for rows in ROWS})
+    compile_ahead(
+        {Key(layer, "indexed", bucket_of(rows * TOP, "indexed"), 0, False) for layer in layers for rows in ROWS}
+    )
 
 
 @pytest.mark.parametrize("scheme", [f"{weight}/a16" for weight in BY_ROW])
@@ -216,6 +218,23 @@ def test_a_graph_replays() -> None:
     ids.copy_(torch.randint(0, EXPERTS, (9, TOP), dtype=torch.int32, device="cuda"))
     graph.replay()
     torch.testing.assert_close(y, layer(x, ids, weights), rtol=1e-2, atol=1e-2)
+
+
+@needs_cuda
+@pytest.mark.parametrize("rows", [1, 16])
+def test_they_are_deterministic_where_torch_is_to_be(rows: int) -> None:
+    w13, w2 = weights_of("mxfp4/a16")
+    layer = layer_of(w13, w2, "cuda")
+    x, routing = rounded_input(rows), make_routing(rows, EXPERTS, TOP, np.random.default_rng(rows))
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = [run(layer, x, routing, "cuda") for _ in range(50)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
+    wanted = expected.experts(x, w13, w2, routing, capability_of("mxfp4/a16"), "bf16")
+    assert not (problem := excess(found[0], wanted.y, wanted.allowed)), problem
 
 
 def test_smoothed_experts_are_refused() -> None:

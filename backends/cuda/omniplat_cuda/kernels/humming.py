@@ -193,7 +193,7 @@ def _on_device(
         rows = codes.view(_INPUTS[quant.element][1])
     else:
         rows = _smoothed(x, pre_scale, held.dtype)
-    key = Key(layer, "dense", bucket_of(count, "dense"), x.get_device())
+    key = Key(layer, "dense", bucket_of(count, "dense"), x.get_device(), whole_sums=True)
     y = launch(key, held, rows, weight, weight_scale, weight_scale_2, zero_point, input_scale=scale)
     return _finished(y, x, bias, out_dtype)
 

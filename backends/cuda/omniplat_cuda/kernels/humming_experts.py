@@ -59,7 +59,8 @@ class HummingExpertsConfig:
 class HummingExperts(MoeKernel[HummingExpertsConfig]):
     """Buffers: those of `HummingLinear` with leading experts, and `bias`, as `w13_*` and `w2_*`.
 
-    For few rows programs share K: their sums are rounded to the layer's dtype before they are added up, in any order.
+    For few rows programs share K: their sums are rounded to the layer's dtype before they are added up, in any order,
+    unless torch is told to use deterministic algorithms.
     """
 
     name: ClassVar[str] = "humming_moe"
@@ -156,7 +157,8 @@ def _on_device(
     # of ranks that share the experts, each has its part of the pairs
     pairs = topk_ids.numel() if expert_map is None else -(-topk_ids.numel() * experts // len(expert_map))
     bucket, device = bucket_of(pairs, "indexed"), x.get_device()
-    first, second = (Key(layer, "indexed", bucket, device) for layer in (w13_layer, w2_layer))
+    whole_sums = torch.are_deterministic_algorithms_enabled()
+    first, second = (Key(layer, "indexed", bucket, device, whole_sums) for layer in (w13_layer, w2_layer))
     tiles = align(topk_ids, expert_map, experts, tile_rows(first))
     both = _product(first, first_form, aligned(x, first_form.dtype), w13, tiles, slots)
     hidden = activated(both, activation, limit, alpha)

@@ -34,9 +34,6 @@ from omniplat_cuda.kernels.humming_forms import COLUMNS, ROWS, HummingForm, as_b
 BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 #: The same for pairs of a row and an expert.
 EXPERT_BUCKETS = (8, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-#: Sums of slices of K are rounded to the layer's dtype before they are added up. A linear layer is computed without
-#: slices: the same for every number of rows, and the same at every call. Experts of few rows each would wait too long.
-_INVARIANT = {"dense": True, "indexed": False}
 #: int32 numbers that a launch finds at 0 and leaves so; humming's own layers have as many.
 _LOCKS = 2048
 #: Streams whose locks are made at once.
@@ -89,12 +86,17 @@ def bucket_of(rows: int, gemm_type: str) -> int:
 
 class Key(NamedTuple):
     """A kernel: of the layer that `laid_out` described, "dense" or "indexed", for rows as `bucket_of` rounds them, on
-    the CUDA device of that index."""
+    the CUDA device of that index.
+
+    Sums of slices of K are rounded to the layer's dtype and added up in any order. Without slices (`whole_sums`)
+    outputs are the same at every call, and a row's for every number of rows; experts of few rows each take longer.
+    """
 
     layer: str
     gemm_type: str
     bucket: int
     device: int
+    whole_sums: bool
 
 
 @lru_cache(maxsize=65536)
@@ -105,16 +107,16 @@ def tile_rows(key: Key) -> int:
 
 def _schedule(key: Key) -> dict[str, Any]:
     config = LayerConfig(**json.loads(key.layer))
-    chosen = get_heuristics_config(config, shape_m=key.bucket, device=key.device, **_compute(key.gemm_type))
+    chosen = get_heuristics_config(config, shape_m=key.bucket, device=key.device, **_compute(key))
     return fixed(chosen, key.gemm_type, config.a_dtype.num_bits)
 
 
-def _compute(gemm_type: str) -> dict[str, Any]:
-    return {"gemm_type": gemm_type, "use_batch_invariant": _INVARIANT[gemm_type]}
+def _compute(key: Key) -> dict[str, Any]:
+    return {"gemm_type": key.gemm_type, "use_batch_invariant": key.whole_sums}
 
 
 def _compiled(key: Key) -> torch.Tensor:
-    compute, schedule = json.dumps(_compute(key.gemm_type)), json.dumps(_schedule(key))
+    compute, schedule = json.dumps(_compute(key)), json.dumps(_schedule(key))
     configs: torch.Tensor = HummingKernel.prepare_kernels(key.layer, compute, schedule, key.device)
     return configs
 
