@@ -21,6 +21,7 @@ from omniplat.integrations.vllm_loading import MEMBER, attach, moe_activation
 from omniplat.integrations.vllm_plan import plan_for_rank
 from omniplat.packed import PackedLayer, Split
 from omniplat.planner import PlannedLayer
+from omniplat.portable.round_weight import rounding_on
 from omniplat.runtime.kernel import LinearKernel, MoeKernel, Workspaces, load_kernel
 from omniplat.runtime.online import OnlineExperts, OnlineLinear
 
@@ -55,7 +56,8 @@ class OnlineLoadingLinear:
         self._dtype = dtype
         self._workspaces = workspaces
         self._rows = rows
-        self._online = OnlineLinear(spec, kernel)
+        # the engine makes layers under the device that they are for
+        self._online = OnlineLinear(spec, kernel, rounding_on(torch.get_default_device()))
         self._weight: Parameter | None = None
         self._come: set[str | int | None] = set()
         self._done = False
@@ -108,7 +110,7 @@ class OnlineLoadingExperts:
         assert isinstance(kernel, MoeKernel)
         self._layer = layer
         self._workspaces = workspaces
-        self._online = OnlineExperts(spec, kernel)
+        self._online = OnlineExperts(spec, kernel, rounding_on(torch.get_default_device()))
 
     @property
     def missing(self) -> tuple[str, ...]:

@@ -28,10 +28,11 @@ from omniplat.modules.survey import Survey, Verdict, all_places, components_of
 from omniplat.online import parse_routing
 from omniplat.planner import PlannedLayer, plan_layers
 from omniplat.portable.ahead import TOKENS, compile_kernels
+from omniplat.portable.round_weight import rounding_on
 from omniplat.registry import default_registry, is_installed
 from omniplat.runtime.kernel import LinearKernel, Workspaces, load_kernel
 from omniplat.runtime.memory import release_freed
-from omniplat.runtime.online import OnlineExperts, OnlineLinear, Rounding, round_to_nearest
+from omniplat.runtime.online import OnlineExperts, OnlineLinear, Rounding
 from omniplat.runtime.tensors import device_of, to_array
 from omniplat.scheme import Scheme
 
@@ -192,7 +193,7 @@ class _Making:
     def _arriving(self, item: PlannedLayer, verdict: Verdict) -> Arriving:
         assert verdict.method is not None
         kernel, spec = load_kernel(item.impl), item.packed.spec
-        rounding: Rounding = round_to_nearest
+        rounding = rounding_on(self._device)
         if verdict.method.name == "bitsandbytes":
             rounding = _by_bitsandbytes(verdict.method.compress_statistics)
         if isinstance(kernel, LinearKernel):
