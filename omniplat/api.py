@@ -17,6 +17,7 @@ from omniplat.engines import ENGINES
 from omniplat.errors import (
     BackendNotInstalledError,
     InvalidCheckpointError,
+    InvalidDeviceError,
     UnknownFormatError,
     UnsupportedCombinationError,
     UsageError,
@@ -301,6 +302,10 @@ def make_target(
     policy = _policy(allow, prefer or environ.get(PREFER_VARIABLE) or "memory")
     if tp < 1 or ep < 1:
         raise UsageError(f"tp and ep must be positive, found {tp} and {ep}")
+    if not isinstance(device, (str, Device, type(None))):
+        raise InvalidDeviceError(
+            str(device), f"is {type(device).__name__}, needs a string such as 'cpu' or 'cuda:sm90'"
+        )
     asked = resolve_device(device, registry, environ) if isinstance(device, str) else device
     if runs and asked is not None:
         asked = detected(asked, registry)
@@ -317,6 +322,8 @@ def _open(checkpoint: str | os.PathLike[str], revision: str | None) -> Checkpoin
 
 
 def _policy(allow: Iterable[str], prefer: str) -> Policy:
+    if isinstance(allow, str):
+        raise UsageError(f"allow is a list: [{allow!r}]")
     allowed = frozenset(allow)
     unknown = sorted(allowed - set(ALLOWANCES))
     if unknown:

@@ -46,5 +46,7 @@ def parse_device(text: str) -> Device:
     if not colon:
         arch = DEFAULT_ARCH[kind]
     if arch not in ARCHITECTURES[kind]:
-        raise InvalidDeviceError(text, f"{kind} has no architecture {arch!r}; known: {', '.join(ARCHITECTURES[kind])}")
+        index = f", and devices have no index here: {kind!r} is the one of this machine" if arch.isdecimal() else ""
+        known = ", ".join(ARCHITECTURES[kind])
+        raise InvalidDeviceError(text, f"{kind} has no architecture {arch!r}{index}; known: {known}")
     return Device(kind, arch)

@@ -24,6 +24,10 @@ from omniplat.runtime.kernel import (
     impl_of,
     load_kernel,
 )
+from omniplat.runtime.tensors import DTYPES
+
+#: Dtypes of inputs.
+_INPUTS = frozenset(DTYPES.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,14 @@ class _KernelLayer(KeepsDtypes):
         device = next((buffer.device for buffer in self.buffers()), torch.device("cpu"))
         self.workspace = workspaces.get(device, stream, self.kernel.workspace_bytes(self.config))
 
+    def _require_input(self, x: torch.Tensor) -> None:
+        """Kernels take an input for what they were made for: of a narrower one a device's would read beyond its end."""
+        if x.shape[-1] != self.spec.in_features or x.dtype not in _INPUTS:
+            raise UsageError(
+                f"{self.spec.name or self.spec.op} takes [..., {self.spec.in_features}] in bf16, f16 or f32, "
+                f"found {list(x.shape)} in {str(x.dtype).removeprefix('torch.')}"
+            )
+
     @property
     def nbytes(self) -> int:
         """Resident bytes of all buffers."""
@@ -138,7 +150,7 @@ class QuantLinear(_KernelLayer):
     """`y = x @ W^T + bias` with a quantized weight.
 
     `forward` takes [..., K] in bf16, f16 or f32, any strides, also no rows, and returns [..., N] in x's dtype,
-    or in `out_dtype` where one was given.
+    or in `out_dtype` where one was given. It raises UsageError for another width or dtype.
     """
 
     kernel: LinearKernel[Any]
@@ -162,6 +174,7 @@ class QuantLinear(_KernelLayer):
 
     def run(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """As `forward`, with a bias that somebody else holds: an engine that has loaded and cut it."""
+        self._require_input(x)
         out_dtype = self.out_dtype or x.dtype
         return self.kernel.apply(self.config, self._tensors(), x, bias, out_dtype, self.workspace)
 
@@ -189,15 +202,16 @@ class QuantExperts(_KernelLayer):
     ) -> torch.Tensor:
         """`x` [..., K], `topk_ids` and `topk_weights` [..., T]; returns [..., K] in x's dtype.
 
-        An id of -1, or one that `expert_map` maps to -1, contributes nothing. Raises UsageError for ids that are not
-        integers, out of range, or not as many as their weights (out of range on another device than the CPU: see
-        `checked_ids`).
+        An id of -1, or one that `expert_map` maps to -1, contributes nothing. Raises UsageError for an input of another
+        width or dtype, and for ids that are not integers, out of range (on another device than the CPU: see
+        `checked_ids`), or not as many as their weights.
         """
         if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.shape != topk_weights.shape:
             raise UsageError(
                 f"topk_ids is {topk_ids.dtype} {list(topk_ids.shape)}, topk_weights {list(topk_weights.shape)}: needed "
                 "int32 or int64 ids, and a weight for each"
             )
+        self._require_input(x)
         slots = topk_ids.shape[-1]
         assert self.spec.moe is not None
         known = self.spec.moe.experts if expert_map is None else expert_map.shape[0]

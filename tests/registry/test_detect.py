@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from omniplat.api import make_target
 from omniplat.detect import detect_devices, resolve_device
 from omniplat.device import Device, parse_device
-from omniplat.errors import InvalidDeviceError
+from omniplat.errors import InvalidDeviceError, UsageError
 from omniplat.host import detect_cpu, installed_versions, kinds_with_nodes, run_tool, visible
 from omniplat.info import collect_info
 from omniplat.match import unmet
@@ -109,6 +111,26 @@ def test_kind_alone_is_else_described() -> None:
 
 def test_kind_and_arch_look_at_no_hardware() -> None:
     assert resolve_device("cuda:sm100", Machine(CUDA)) == Device("cuda", "sm100")
+
+
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [
+        (0, "is int, needs a string"),
+        (b"cpu", "is bytes, needs a string"),
+        (SimpleNamespace(type="cuda", index=0), "is SimpleNamespace, needs a string such as 'cpu' or 'cuda:sm90'"),
+        ("cuda:0", "devices have no index here: 'cuda' is the one of this machine"),
+        ("npu:1", "devices have no index here"),
+    ],
+)
+def test_another_library_s_word_for_a_device_is_no_device(device: Any, says: str) -> None:
+    with pytest.raises(InvalidDeviceError, match=says):
+        make_target(device, registry=Machine(CUDA), environ={})
+
+
+def test_what_is_allowed_is_a_list() -> None:
+    with pytest.raises(UsageError, match=r"\['requantize'\]"):
+        make_target("cpu", allow="requantize", registry=Machine(), environ={})
 
 
 @pytest.mark.parametrize(("text", "name"), [("cuda:sm90", "H200"), ("cuda:sm100", ""), ("npu:a5", "")])

@@ -48,6 +48,28 @@ def test_any_leading_shape_and_dtype(scheme_id: str, shape: tuple[int, ...], dty
     assert torch.equal(y.reshape(-1, 48), rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int8, torch.float8_e4m3fn, torch.complex64])
+def test_an_input_of_another_dtype_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(UsageError, match=f"in bf16, f16 or f32, found .* in {str(dtype).removeprefix('torch.')}"):
+        make("mxfp8/mxfp8")(torch.zeros(2, 64).to(dtype))
+
+
+@pytest.mark.parametrize("scheme_id", [*SCHEMES, "int8-channel/int8-token"])
+@pytest.mark.parametrize("shape", [(3, 63), (3, 32), (2, 128), (64, 1), (4, 0)])
+def test_an_input_of_another_width_is_refused(scheme_id: str, shape: tuple[int, ...]) -> None:
+    """Also where its numbers would fill rows of the right width: some kernels go by how many there are."""
+    with pytest.raises(UsageError, match=r"takes \[..., 64\]"):
+        make(scheme_id)(torch.zeros(shape))
+
+
+def test_experts_refuse_an_input_of_another_width_or_dtype() -> None:
+    case = Case("mxfp4/a16", 3)
+    x, ids, weights = (torch.from_numpy(a) for a in (case.x, case.ids, case.weights))
+    for wrong in (x[:, :-1], torch.cat([x, x], 1), x.double()):
+        with pytest.raises(UsageError, match="takes"):
+            case.layer(wrong, ids, weights)
+
+
 @pytest.mark.parametrize("scheme_id", SCHEMES)
 def test_strides_do_not_matter_and_nothing_is_written(scheme_id: str) -> None:
     layer = make(scheme_id)

@@ -58,7 +58,7 @@ def _moe(subject: Subject, profile: str) -> Iterable[Case]:
 def _gatings(subject: Subject, profile: str) -> Iterable[Case]:
     """Every activation that experts may have, as it is and with a limit that gates and ups exceed.
 
-    In the dtype that tells them best apart: both forms of gelu are one in bf16.
+    In the longest dtype, which tells them best apart.
     """
     for case in representative(subject, "moe"):
         dtype = next(name for name in ("f32", "f16", "bf16") if name in case.capability.dtypes)
