@@ -235,8 +235,8 @@ def _describe(group: str, name: str, found: tuple[EntryPoint, ...]) -> Plugin:
 
 
 def _unknown(name: str, group: str, available: tuple[Plugin, ...]) -> tuple[str, dict[str, object]]:
-    lines = [f"  {plugin.name}  ({plugin.install})" for plugin in available]
-    message = "\n".join([f"{group}: nothing named {name!r} is installed; available:", *lines])
+    known = ", ".join(f"{plugin.name} ({plugin.install})" for plugin in available)
+    message = f"{group}: nothing named {name!r} is installed; available: {known or 'nothing'}"
     return message, {"name": name, "group": group, "available": [plugin.name for plugin in available]}
 
 

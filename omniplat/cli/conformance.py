@@ -89,7 +89,7 @@ def _run(
             raise BackendNotInstalledError("conformance", library, line, kind="suite")
     with tempfile.TemporaryDirectory(prefix="omniplat-conformance-") as folder:
         written = report.absolute() if report is not None else Path(folder) / "report.json"
-        written.unlink(missing_ok=True)
+        _make_room(written)
         options = ["--omniplat-backend", name, "--omniplat-profile", profile, "--omniplat-report", str(written)]
         if known_failures is not None:
             options += ["--omniplat-known-failures", str(known_failures.absolute())]
@@ -103,6 +103,18 @@ def _run(
         if code not in _RAN and not written.is_file():
             raise UsageError(f"the suite did not run: pytest ended with exit code {code}")
         return read_report(written)
+
+
+def _make_room(report: Path) -> None:
+    """A folder for the report, and no earlier one; raises UsageError before minutes go into one that has no place."""
+    if report.exists() and not report.is_file():
+        raise UsageError(f"report {report} exists and is no file")
+    try:
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.touch()
+        report.unlink()
+    except OSError as error:
+        raise UsageError(f"report {report} cannot be written: {error.strerror}") from error
 
 
 def _pytest(options: Sequence[str], folder: Path, jobs: int, *, quiet: bool) -> int:

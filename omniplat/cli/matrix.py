@@ -22,7 +22,8 @@ def matrix_command(device: str | None, method: str | None, *, json_output: bool)
     if method is not None:
         ids = method_ids(method, specs)
         if not ids:
-            raise UsageError(f"no weight scheme is called {method!r}; known: {', '.join(WEIGHTS)}")
+            stems = dict.fromkeys(text.partition("-")[0] for text in WEIGHTS)
+            raise UsageError(f"no weight scheme is called {method!r}; known: {', '.join(stems)}, and what follows them")
     rows = concerning(
         support_rows(specs, committed_reports()), specs, parse_device(device) if device is not None else None, ids
     )

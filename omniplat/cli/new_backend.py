@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from omniplat.cli.output import print_json
@@ -36,15 +37,13 @@ def new_backend_command(name: str, directory: Path | None, *, json_output: bool)
             raise UsageError(f"backend {name} exists: {plugin.distribution} registers it; choose another name")
     package = distribution.replace("-", "_")
     folder = directory or Path(distribution)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} exists and is no empty folder")
-    for template, target in _FILES.items():
-        text = (_TEMPLATES / template).read_text(encoding="utf-8")
-        for mark, value in (("@name@", name), ("@distribution@", distribution), ("@package@", package)):
-            text = text.replace(mark, value)
-        path = folder / target.format(package=package)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    marks = {"@name@": name, "@distribution@": distribution, "@package@": package}
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(f"{folder} exists and is no empty folder")
+        _write(folder, marks)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written: {error.strerror}") from error
     if json_output:
         files = [target.format(package=package) for target in _FILES.values()]
         print_json({"schema": SCHEMA, "directory": str(folder), "files": files})
@@ -53,3 +52,14 @@ def new_backend_command(name: str, directory: Path | None, *, json_output: bool)
     print(f'  pip install "omniplat[conformance]" -e {folder}')
     print(f"  omniplat conformance {name} --profile quick")
     return 0
+
+
+def _write(folder: Path, marks: Mapping[str, str]) -> None:
+    """The templates below `folder`, with what stands for each mark; raises OSError."""
+    for template, target in _FILES.items():
+        text = (_TEMPLATES / template).read_text(encoding="utf-8")
+        for mark, value in marks.items():
+            text = text.replace(mark, value)
+        path = folder / target.format(package=marks["@package@"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")

@@ -49,7 +49,10 @@ def summary_lines(report: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _counted(found: Mapping[str, int]) -> str:
-    return ", ".join(f"{found[name]} {name}" for name in ("passed", "failed", "skipped", "known") if found[name]) or "0"
+    return (
+        ", ".join(f"{found[name]} {name}" for name in ("passed", "failed", "skipped", "known") if found[name])
+        or "nothing ran"
+    )
 
 
 def markdown_lines(report: Mapping[str, Any]) -> Iterable[str]:

@@ -252,6 +252,34 @@ def test_a_single_file_plans(tmp_path: Path) -> None:
     assert [f["code"] for f in plan["findings"]] == ["inferred-from-headers", "unknown-family"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "mentions"),
+    [
+        (("convert", EXAMPLE / "checkpoint", "FILE/c", "--to", "bf16"), "FILE/c cannot be written"),
+        (("convert", EXAMPLE / "checkpoint", "FILE", "--to", "bf16"), "FILE exists"),
+        (("new-backend", "acme", "--directory", "FILE/c"), "FILE/c cannot be written"),
+        (("new-backend", "acme", "--directory", "FILE"), "FILE exists"),
+        (("conformance", "cpu", "--report", "FILE/r.json"), "FILE/r.json cannot be written"),
+        (("conformance", "cpu", "--report", "."), "exists and is no file"),
+        (("conformance", "nobody"), "'nobody' is installed; available: ascend"),
+        (("plan", EXAMPLE / "checkpoint", "--backend", "nobody"), "'nobody' is installed; available: ascend"),
+        (("matrix", "--method", "nobody"), "'nobody'; known: bf16, mxfp8"),
+    ],
+)
+def test_what_cannot_be_written_or_is_not_there_is_one_line(
+    tmp_path: Path, arguments: tuple[str | Path, ...], mentions: str
+) -> None:
+    """And nothing was done before it."""
+    (tmp_path / "FILE").write_text("held")
+    done = omniplat(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert mentions in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "\\n" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
+    assert (tmp_path / "FILE").read_text() == "held"
+
+
 def test_version_and_help() -> None:
     assert omniplat("--version").stdout.strip()
     assert "convert" in omniplat("--help").stdout
