@@ -60,6 +60,7 @@ _CODES: dict[str, tuple[str, str]] = {
 }
 DEFAULT_SEVERITY: dict[str, str] = {code: severity for code, (severity, _) in _CODES.items()}
 MEANING: dict[str, str] = {code: meaning for code, (_, meaning) in _CODES.items()}
+#: The worst first.
 SEVERITIES = ("error", "warning", "note")
 
 #: How many module names a finding carries; `modules_total` has the full count.

@@ -14,7 +14,7 @@ from omniplat.checkpoint.folder import Checkpoint, Component
 from omniplat.checkpoint.reader import ShardReader
 from omniplat.device import Device
 from omniplat.document import Plan, PlanCheckpoint, PlanDevice, PlanLayer, PlanSummary
-from omniplat.findings import Finding, finding
+from omniplat.findings import SEVERITIES, Finding, finding
 from omniplat.formats.base import Format
 from omniplat.formats.detect import read_metadata
 from omniplat.formats.resolve import Resolution, resolve_component
@@ -145,7 +145,7 @@ def _document(
         source,
         PlanDevice(target.device.kind, target.device.arch, target.device.name, target.device.described),
         tuple(item.layer for item in layers),
-        tuple(sorted(findings, key=lambda item: ("error", "warning", "note").index(item.severity))),
+        tuple(sorted(findings, key=lambda item: SEVERITIES.index(item.severity))),
         _summary([item.layer for item in layers]),
         _assumptions(target),
         __version__,

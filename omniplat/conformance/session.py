@@ -102,7 +102,6 @@ class Session:
         self._outcomes: dict[str, Outcome] = {}
         self._problems: list[Problem] = []
         self._started = time.monotonic()
-        self._plugins: list[str] = []
         self.document: dict[str, Any] = {}
 
     # -- which checks there are ---------------------------------------------------------------------

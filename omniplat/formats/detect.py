@@ -35,7 +35,6 @@ class Read:
     declaration: Declaration | None
     format: str
     findings: tuple[Finding, ...]
-    has_metadata: bool
     parts_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -45,7 +44,7 @@ def read_metadata(component: Component, formats: Sequence[Format], parts_of: Map
         found = [*header_sources(component), *metadata_sources(component), *marker_sources(component)]
         sources = [part for source in found if (part := part_of_component(source, component.name)).values]
     except InvalidCheckpointError as exc:
-        return Read(None, "", (_unreadable(exc, component),), True)
+        return Read(None, "", (_unreadable(exc, component),))
     claimed: _Claimed = []
     unclaimed: list[Fields] = []
     quirks: list[Finding] = []
@@ -59,7 +58,7 @@ def read_metadata(component: Component, formats: Sequence[Format], parts_of: Map
         else:
             unclaimed.append(source)
     if not claimed:
-        return Read(None, "", tuple(_unknown(source, component, formats) for source in unclaimed), bool(sources))
+        return Read(None, "", tuple(_unknown(source, component, formats) for source in unclaimed))
     claimed = _with_content(claimed)
     while True:
         (source, owner), *others = claimed
@@ -69,10 +68,10 @@ def read_metadata(component: Component, formats: Sequence[Format], parts_of: Map
         except IncompleteMetadataError as exc:
             claimed = [other for other in others if other[1] is owner]
             if not claimed:
-                return Read(None, owner.name, (_unreadable(exc, component),), True)
+                return Read(None, owner.name, (_unreadable(exc, component),))
             quirks.append(_incomplete(exc, claimed[0][0], component))
         except InvalidCheckpointError as exc:
-            return Read(None, owner.name, (_unreadable(exc, component),), True)
+            return Read(None, owner.name, (_unreadable(exc, component),))
     findings = [_unknown(other, component, formats) for other in unclaimed if "quant_method" in other.values]
     findings += quirks
     findings += kv_cache_findings(source, component)
@@ -80,7 +79,7 @@ def read_metadata(component: Component, formats: Sequence[Format], parts_of: Map
         conflict = _conflict(declaration, other, other_owner, component, parts_of)
         if conflict is not None:
             findings.append(conflict)
-    return Read(declaration, owner.name, tuple(findings), True, parts_of)
+    return Read(declaration, owner.name, tuple(findings), parts_of)
 
 
 def _with_content(claimed: _Claimed) -> _Claimed:

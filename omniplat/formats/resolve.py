@@ -100,7 +100,6 @@ class _Resolver:
         self._modules = modules
         self._floats = floats
         self._declaration = read.declaration
-        self._has_metadata = read.has_metadata
         self._index = index
         self._rule_hits = RuleHits(index, Aliases(index, read.parts_of), self._stored_as)
         self._notes = Notes()
