@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
     from omniplat.runtime.kernel import Kernel
 
-#: What every kind of device is called in torch.
-_TORCH_DEVICES = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "xpu": "xpu", "npu": "npu"}
-
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
@@ -90,7 +87,9 @@ class Subject:
     def torch_device(self) -> torch.device:
         import torch
 
-        return torch.device("cpu" if self.device.emulated else _TORCH_DEVICES[self.device.kind])
+        from omniplat.runtime.tensors import torch_kind
+
+        return torch.device(torch_kind(self.device))
 
 
 def equipped(kind: str, arch: str) -> Device:

@@ -50,11 +50,15 @@ class WeightTensors:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
 
+def torch_kind(device: Device) -> str:
+    """What torch calls the place where tensors of a device lie."""
+    return "cpu" if device.emulated else {"rocm": "cuda"}.get(device.kind, device.kind)
+
+
 def device_of(device: Device) -> torch.device:
     """Where a layer on `device` lies; raises BackendUnavailableError where torch cannot use it here."""
-    kind = "cpu" if device.emulated else {"rocm": "cuda"}.get(device.kind, device.kind)
     try:
-        found = torch.device(kind)  # "npu" is no device before torch_npu is imported
+        found = torch.device(torch_kind(device))  # "npu" is no device before torch_npu is imported
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as exc:
         raise BackendUnavailableError(device.kind, str(exc).partition("\n")[0]) from exc
