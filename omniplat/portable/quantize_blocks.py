@@ -1,13 +1,15 @@
 """Quantizing to MXFP8, MXFP4 and NVFP4, weights and activations alike: codes and scales as files hold them, kept apart.
 
 Codes and scales are the oracle's byte for byte (`omniplat.oracle.quantize_weight`), and stand for what
-`omniplat.oracle.quantize_activation` gives.
+`omniplat.oracle.quantize_activation` gives. `quantize_blocks` takes Triton's form on a device that Triton serves,
+and the plain one elsewhere.
 """
 
 from __future__ import annotations
 
 import torch
 
+from omniplat.portable.quantize import has_triton
 from omniplat.scheme import TensorQuant
 
 #: What is quantized here: (element, scale format, group size, second scale).
@@ -21,7 +23,7 @@ _RULES = {
     "e8m0": ("", "floor", "even", "even-m1", "ceil", "rceil"),
     "e4m3": ("", "absmax", "half-range", "absmax-clamped", "absmax-reciprocal"),
 }
-#: element -> the largest number that it has, the exponent of that, and the bits of a stored mantissa
+#: What `element_of` gives.
 _ELEMENTS = {"fp8_e4m3": (448.0, 8, 3), "fp4_e2m1": (6.0, 2, 1)}
 #: Scales in e4m3 end here; those of absmax-clamped begin with the least positive one.
 LARGEST_SCALE, LEAST_SCALE = 448.0, 2.0**-9
@@ -39,9 +41,19 @@ def why_not(quant: TensorQuant | None) -> str:
     return "" if quant.rounding in ("", "nearest-even") else "codes rounded to nearest even"
 
 
-def largest_code(quant: TensorQuant) -> float:
-    """The largest number of the element."""
-    return _ELEMENTS[quant.element][0]
+def element_of(quant: TensorQuant) -> tuple[float, int, int]:
+    """Of the element: the largest number that it has, the exponent of that, and the bits of a stored mantissa."""
+    return _ELEMENTS[quant.element]
+
+
+def rounds_up_from(quant: TensorQuant) -> int:
+    """What is added to the bits of a group's maximum so that its exponent becomes the next, if the rule rounds it up.
+
+    0 for rules that do not.
+    """
+    if quant.scale_rule not in ("even", "even-m1"):
+        return 0
+    return 1 << (22 - (1 if quant.scale_rule == "even-m1" else element_of(quant)[2]))
 
 
 def quantize_blocks(
@@ -58,6 +70,10 @@ def quantize_blocks(
     group of zeros under a multiplier whose reciprocal overflows. Zeros keep their sign, but in groups of NVFP4 whose
     scale, with its multiplier, is 0: their codes are 0.
     """
+    if x.is_cuda and has_triton():
+        from omniplat.portable import quantize_blocks_triton
+
+        return quantize_blocks_triton.quantize_blocks(x, quant, pre_scale, global_scale)
     return quantize_blocks_torch(x, quant, pre_scale, global_scale)
 
 
@@ -92,7 +108,7 @@ def quantize_blocks_torch(
 
 def _powers(amax: torch.Tensor, quant: TensorQuant) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales as bytes of e8m0, and f32 [M, G] what values are multiplied by: at most 2^127, for a scale of 2^-127."""
-    largest, exponent, mantissa = _ELEMENTS[quant.element]
+    largest, exponent, _ = element_of(quant)
     if quant.scale_rule in ("ceil", "rceil"):
         bits = (amax / torch.full_like(amax, largest)).view(torch.int32)
         # what lies above a power of two belongs to the next; under 2^-126 that is 2^-126 or, at the end, 2^-127
@@ -101,9 +117,7 @@ def _powers(amax: torch.Tensor, quant: TensorQuant) -> tuple[torch.Tensor, torch
         # the quotient is 0, but the group is not: by the rule its scale is 1, and its codes are 0
         field = torch.where((bits == 0) & (amax > 0), 127, field)
     else:
-        width = {"even": mantissa, "even-m1": 1}.get(quant.scale_rule)
-        half = 0 if width is None else 1 << (22 - width)
-        field = (((amax.view(torch.int32) + half) >> 23) - exponent).clamp(min=0)
+        field = (((amax.view(torch.int32) + rounds_up_from(quant)) >> 23) - exponent).clamp(min=0)
     inverse = ((254 - field) << 23).view(torch.float32)
     return torch.where(torch.isfinite(amax), field, 255).to(torch.uint8), inverse
 

@@ -53,6 +53,7 @@ def calls() -> Iterator[Callable[[], object]]:
         gated,
         int8_gemm_triton,
         mx_grid_triton,
+        quantize_blocks_triton,
         quantize_groups_triton,
         quantize_triton,
         routing_triton,
@@ -74,6 +75,13 @@ def calls() -> Iterator[Callable[[], object]]:
             yield lambda a=activation, e=early: mx_grid_triton.regroup_rows(x, quant(a), None, releases=e)
     yield lambda: quantize_groups_triton.quantize_groups(x, quant("fp8-g128"), None)
     yield lambda: gated.quantize_gated(meta(20, 2 * IN), quant("fp8-g128"))
+    for activation, scale, wide in product(("mxfp8", "mxfp4", "nvfp4"), (None, pre), (False, True)):
+        multiplier = one.to(torch.float64 if wide else torch.float32) if activation == "nvfp4" else None
+        for rule in ("absmax", "absmax-clamped", "absmax-reciprocal") if activation == "nvfp4" else ("even", "ceil"):
+            how = replace(quant(activation), scale_rule=rule)
+            yield lambda h=how, p=scale, m=multiplier, g=wide: quantize_blocks_triton.quantize_blocks(
+                meta(20, 2 * IN), h, p, m, gated=g
+            )
     for tokens in (5, 20, 300):
         eights = meta(tokens, IN, dtype=torch.float8_e4m3fn), meta(OUT, IN, dtype=torch.float8_e4m3fn)
         whole = meta(tokens, IN, dtype=torch.int8), meta(OUT, IN, dtype=torch.int8)
@@ -129,7 +137,13 @@ def weight_only_calls(weight_id: str) -> Iterator[Callable[[], object]]:
 def _main() -> None:
     import triton
 
-    from omniplat.portable import mx_grid_triton, quantize_triton, weight_only_triton, word_decode_triton
+    from omniplat.portable import (
+        mx_grid_triton,
+        quantize_blocks_triton,
+        quantize_triton,
+        weight_only_triton,
+        word_decode_triton,
+    )
     from omniplat.portable.launch import Launch, collected
 
     class Compiles:
@@ -151,6 +165,7 @@ def _main() -> None:
             stack.enter_context(patch.object(module, "computes_in_pairs", lambda device: True))
         for module, name in product((quantize_triton, mx_grid_triton), ("converts_fp8", "launches_early")):
             stack.enter_context(patch.object(module, name, lambda device: True))
+        stack.enter_context(patch.object(quantize_blocks_triton, "converts_fp8", lambda device: True))
         stack.enter_context(collected(Compiles()))
         for call in calls():
             call()
