@@ -42,6 +42,11 @@ def test_generated_code_shows_what_tracing_does_not(runs: Runs) -> None:
     assert failing(runs, "zoo-column-major") == {"opcheck", "generated_code"}
 
 
+def test_what_lies_beyond_the_usual_layer_of_experts_is_asked(runs: Runs) -> None:
+    assert failing(runs, "zoo-silu-only") == failing(runs, "zoo-no-limit") == {"activations_of_experts"}
+    assert failing(runs, "zoo-two-choices") == {"any_number_of_choices"}
+
+
 def test_what_the_tiers_say(runs: Runs) -> None:
     """Each fault of numbers is found by the tier that is there for it."""
     assert {"exact", "bound"} <= failing(runs, "zoo-nibbles")

@@ -18,7 +18,7 @@ from omniplat.conformance.build import (
     to_output,
 )
 from omniplat.conformance.cases import Case, Gating, case_of, representative, schemes_of
-from omniplat.conformance.checks import check
+from omniplat.conformance.checks import Named, check
 from omniplat.conformance.inputs import as_dtype
 from omniplat.conformance.judge import assert_experts_right, expert_trial, linear_trial, make_weight
 from omniplat.conformance.subject import Subject, equipped
@@ -67,6 +67,13 @@ def _gatings(subject: Subject, profile: str) -> Iterable[Case]:
             yield replace(case, dtype=dtype, variant=activation, gating=Gating(activation, alpha=alpha))
             limited = Gating(activation, limit=0.5, alpha=alpha)
             yield replace(case, dtype=dtype, variant=f"{activation}-limit", gating=limited)
+
+
+def _choices(subject: Subject, profile: str) -> Iterable[Named]:
+    """Rows that choose one expert, three, and all of them; everywhere else they choose two."""
+    for case in representative(subject, "moe"):
+        for top in dict.fromkeys(min(top, case.experts) for top in (1, 3, case.experts)):
+            yield Named(f"{case.id}-top{top}", case.capability, (case, top))
 
 
 def _roles(subject: Subject, profile: str) -> Iterable[Case]:
@@ -182,6 +189,14 @@ def test_activations_of_experts(subject: Subject, case: Case) -> None:
     """What lies between the two products, with the limit and the alpha that a checkpoint may give."""
     trial = expert_trial(subject, case)
     trial.assert_right(trial.input(), trial.routing())
+
+
+@check("declared", _choices)
+def test_any_number_of_choices(subject: Subject, case: Named) -> None:
+    """As many experts a row as a model's router chooses."""
+    layer, top = case.value
+    trial = expert_trial(subject, layer)
+    trial.assert_right(trial.input(), trial.routing(top=top))
 
 
 @check("declared", _moe)

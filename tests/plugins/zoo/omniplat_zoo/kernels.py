@@ -276,6 +276,10 @@ class SiluOnlyExperts(CorrectExperts):
     fault = "silu-only"
 
 
+class TwoChoicesExperts(CorrectExperts):
+    fault = "two-choices"
+
+
 class NoLimitExperts(CorrectExperts):
     fault = "no-limit"
 

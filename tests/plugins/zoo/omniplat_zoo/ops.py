@@ -104,6 +104,8 @@ def mlp(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     ids = topk_ids.long()
+    if fault == "two-choices":
+        ids = torch.where(torch.arange(ids.shape[1], device=x.device) < 2, ids, -1)
     if expert_map is not None:
         ids = torch.where(ids < 0, -1, expert_map.long()[ids.clamp(min=0)])
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

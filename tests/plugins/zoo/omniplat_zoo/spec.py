@@ -93,6 +93,8 @@ EXPERT_ORDER = backend("expert-order", EXPERTS)
 UP_FIRST = backend("up-first", EXPERTS)
 SILU_ONLY = backend("silu-only", EXPERTS)
 NO_LIMIT = backend("no-limit", EXPERTS)
+#: Looks at the first two experts that a row chose.
+TWO_CHOICES = backend("two-choices", EXPERTS)
 #: Rounds products to the output's dtype, and then adds the bias.
 ROUNDS_TWICE = backend("rounds-twice", FOUR_BITS)
 #: Computes in bf16, whatever the layer's dtype is.
