@@ -20,21 +20,24 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator"
 def layer_memory(name: str, nbytes: int, device: torch.device | None = None) -> Iterator[None]:
     """Raise LayerMemoryError, of the layer `name` with its `nbytes` as stored, where memory does not suffice inside.
 
-    `device` is where the layer is put, the CPU when None.
+    `device` is where the layer is put; the CPU when None, and the CUDA device that its weights may be rounded on.
     """
     try:
         yield
+    except LayerMemoryError:
+        raise
     except (MemoryError, RuntimeError) as exc:
         of_the_cpu = isinstance(exc, MemoryError) or _CPU_ALLOCATOR in str(exc)
         if not of_the_cpu and not isinstance(exc, torch.OutOfMemoryError):
             raise
-        where = torch.device("cpu") if of_the_cpu or device is None else device
+        where = torch.device("cpu") if of_the_cpu else device or torch.device("cuda")
         raise LayerMemoryError(name, str(where), nbytes, _free(where)) from exc
 
 
 def _free(device: torch.device) -> int | None:
     """Bytes that a device has left, those that torch holds for itself not counted."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    is_known = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.mem_get_info(device)[0] if is_known else None
 
 
 def release_freed() -> None:

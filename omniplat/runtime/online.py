@@ -146,10 +146,14 @@ class _Matrices:
         pieces = self._weights[expert, row]
         if not pieces.put(tensor, rows, columns):
             return
-        for count, (start, weight) in enumerate(self._rounding(pieces.take(), self._scheme), 1):
-            self._assembly.put(weight, row + start, module=pieces.name, expert=expert)
-            if count % _RUNS_BEFORE_RELEASE == 0:
-                release_freed()
+        whole = pieces.take()
+        with layer_memory(pieces.name, whole.nbytes):
+            runs = self._rounding(whole, self._scheme)
+            del whole  # what rounds it lets go of it
+            for count, (start, weight) in enumerate(runs, 1):
+                self._assembly.put(weight, row + start, module=pieces.name, expert=expert)
+                if count % _RUNS_BEFORE_RELEASE == 0:
+                    release_freed()
         self.left -= 1
 
     def put_bias(self, tensor: torch.Tensor, row: int, rows: range | None, expert: int = 0) -> None:

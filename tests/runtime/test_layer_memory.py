@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from omniplat.canonical import CanonicalWeight
 from omniplat.errors import LayerMemoryError
 from omniplat.layer import LayerSpec, MoeSpec
 from omniplat.reference.kernels import DequantLinear, ExpertLoop
@@ -78,7 +79,9 @@ def test_the_layer_and_its_bytes_are_named(load: Any, name: str, nbytes: int, sh
     def fails(*given: object) -> None:
         raise shortage
 
-    with pytest.raises(LayerMemoryError, match=f"out of memory on cpu while loading {name}, {nbytes} bytes") as caught:
+    where = "cuda" if isinstance(shortage, torch.OutOfMemoryError) else "cpu"
+    told = f"out of memory on {where} while loading {name}, {nbytes} bytes"
+    with pytest.raises(LayerMemoryError, match=told) as caught:
         load(fails)
     assert caught.value.__cause__ is shortage
     assert isinstance(caught.value, MemoryError)
@@ -92,6 +95,19 @@ def test_other_errors_stay_what_they_are(load: Any, name: str, nbytes: int) -> N
 
     with pytest.raises(RuntimeError, match="no kernel image"):
         load(fails)
+
+
+@pytest.mark.parametrize("shortage", SHORTAGES)
+def test_a_weight_that_there_is_no_room_to_round_is_named(shortage: Exception) -> None:
+    def rounding(weight: torch.Tensor, scheme: Scheme) -> Iterator[tuple[int, CanonicalWeight]]:
+        yield from ()
+        raise shortage
+
+    layer = OnlineLinear(LayerSpec("fused", "linear", 96, 64, SCHEME), DequantLinear(), rounding)
+    where = "cuda" if isinstance(shortage, torch.OutOfMemoryError) else "cpu"
+    with pytest.raises(LayerMemoryError, match=f"out of memory on {where} while loading fused, 24576 bytes") as caught:
+        layer.put(torch.ones(96, 64))
+    assert caught.value.__cause__ is shortage
 
 
 def test_memory_of_the_host_that_does_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
