@@ -49,6 +49,9 @@ def why_not(quant: TensorQuant) -> str:
     """What keeps a weight from being rounded by `round_on_device`; "" where nothing does."""
     if quant.rounding not in ("", "nearest-even"):
         return "rounding to nearest even"
+    if quant.scale_rule == "absmax-reciprocal":
+        # subnormal maxima have none in f32, and what zeros times Inf are rounded to is left to the oracle
+        return "values divided by their scale"
     if quant.second_scale == "dual":
         return quantize_blocks.why_not(replace(quant, second_scale=""))
     if quant.scale_format in ("e8m0", "e4m3"):
@@ -57,7 +60,7 @@ def why_not(quant: TensorQuant) -> str:
         return f"symmetric codes in one of {', '.join(_TOPS)} with scales in one of {', '.join(_FORMATS)}"
     if quant.granularity not in ("tensor", "channel", "group", "block"):
         return "scales of tensors, rows, groups or blocks"
-    if quant.scale_rule not in ("", "absmax", "half-range", "absmax-clamped", "absmax-reciprocal"):
+    if quant.scale_rule not in ("", "absmax", "half-range", "absmax-clamped"):
         return "a float rule for scales"
     return ""
 
@@ -130,11 +133,7 @@ def _by_floats(values: torch.Tensor, quant: TensorQuant, most: torch.Tensor) -> 
         stored = stored.clamp(min=1.0 / (top * 512.0))
     stored = stored.to(_FORMATS[quant.scale_format])
     scale = stored.to(torch.float32)
-    if quant.scale_rule == "absmax-reciprocal":
-        scaled = tiles * (torch.full_like(amax, top) / torch.where(amax == 0, 1.0, amax))
-    else:
-        scaled = tiles / torch.where(scale == 0, 1.0, scale)
-    scaled = torch.where(scale == 0, 0.0, scaled)
+    scaled = torch.where(scale == 0, 0.0, tiles / torch.where(scale == 0, 1.0, scale))
     if quant.granularity == "block":
         scaled = scaled.reshape(filled.shape)[:rows, :columns]
         stored = stored[:, 0, :, 0]
