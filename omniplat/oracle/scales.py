@@ -19,7 +19,7 @@ floating point:
     absmax-clamped    as absmax but never tiny: at least 1 / (512 max) for fp8 (auto-round, vLLM), at least 2^-9 for the
                       e4m3 scales of NVFP4 (modelopt), where 1 stands in for the scale of an all-zero group.
     absmax-reciprocal as absmax, but values are multiplied by max / absmax (1 / scale where the scale is stored).
-                      modelopt's FP8 and auto-round's NVFP4.
+                      modelopt's FP8 and auto-round's NVFP4, which multiplies by the f32 reciprocal of its divisor too.
 """
 
 from __future__ import annotations
@@ -157,6 +157,7 @@ def nvfp4_grid(amax: Array, quant: TensorQuant, global_scale: Array) -> Grid:
         local = np.maximum(np.where(local == 0, np.float32(1), local), E4M3_TINY)
     elif rule == "absmax-reciprocal":
         local = (amax * (np.float32(1) / top) * (np.float32(1) / global_scale)).astype(np.float32)
+        global_scale = global_scale.astype(np.float32)
     else:
         local = ((amax / top) / global_scale).astype(np.float32)
     stored = np.minimum(local, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)

@@ -172,7 +172,11 @@ def _e4m3_scale(amax: torch.Tensor, quant: TensorQuant, glob: torch.Tensor) -> t
     if rule == "absmax-clamped":
         local = (amax / (top * glob)).to(torch.float32)
         local = torch.where(local == 0, 1.0, local).clamp(min=2.0**-9)
-    elif rule in ("absmax", "half-range", "absmax-reciprocal"):
+    elif rule == "absmax-reciprocal":
+        local = ((amax * (1.0 / top)).to(glob.dtype) / glob).to(torch.float32)
+        # the producer multiplies by the divisor's reciprocal, rounded to f32
+        glob = glob.to(torch.float32)
+    elif rule in ("absmax", "half-range"):
         # a global scale in f64 stands for a divisor: the quotient is rounded once, as a product with it would be
         local = ((amax / top).to(glob.dtype) / glob).to(torch.float32)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,7 @@ IDS = (
     *("int8-token", "int8-token-asym", "int8-tensor", "int8-tensor-static", "int8-tensor-static-asym", "int8-g64"),
     *("int4-token", "mxfp8", "mxfp8e5m2", "mxfp6e2m3", "mxfp6e3m2", "mxfp4", "mxint8", "mxint4", "mxfp4-dual", "nvfp4"),
 )
+BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 ELEMENTS = ("fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "uint8")
 
 
@@ -62,6 +64,34 @@ def test_codes_agree_with_the_oracle_for_every_rule_and_rounding(name: str) -> N
         for rule in rules:
             for rounding in ROUNDINGS:
                 compare(x, replace(quant, scale_rule=rule, rounding=rounding))
+
+
+def as_auto_round(x: np.ndarray, divisor: np.float32) -> np.ndarray:
+    """What auto-round's `ref_nvfp4_quant` leaves of groups of 16: float32 products with reciprocals, step by step."""
+    one, groups = np.float32(1), x.reshape(len(x), -1, 16)
+    amax = np.abs(groups).max(axis=-1, keepdims=True)
+    local = np.clip(divisor * (amax * (one / np.float32(6))), -448, 448).astype(E4M3).astype(np.float32)
+    product = local * (one / divisor)
+    inverse = np.where(product == 0, np.float32(0), one / np.where(product == 0, one, product))
+    scaled = np.clip(groups * inverse, -6, 6)
+    codes = np.where(np.abs(scaled) < 2, np.rint(2 * scaled) / 2, np.rint(scaled))
+    codes = np.where(np.abs(scaled) < 4, codes, 2 * np.rint(scaled / 2)).astype(np.float64)
+    return (codes * product.astype(np.float64)).reshape(x.shape)
+
+
+def test_nvfp4_by_reciprocals_is_auto_rounds_arithmetic() -> None:
+    """Inputs in bf16 and a divisor of 448 * 6 / amax put many quotients on ties: every rounding on the way counts."""
+    random = np.random.default_rng(11)
+    quant = replace(parse_activation_id("nvfp4"), scale_rule="absmax-reciprocal", rounding="nearest-even")
+    for _ in range(60):
+        x = random.standard_normal((16, 128)).astype(BF16).astype(np.float32)
+        divisor = np.float32(448 * 6) * (np.float32(1) / np.abs(x).max())
+        scale = np.reciprocal(np.array([divisor]).astype(np.float64))
+        expected = as_auto_round(x, divisor)
+        found = oracle.quantize_activation(x, quant, input_global_scale=scale)
+        np.testing.assert_allclose(found, expected, rtol=2.0**-22, atol=0)
+        torch_found = quantize_activation(torch.from_numpy(x), quant, {"input_global_scale": torch.from_numpy(scale)})
+        np.testing.assert_allclose(torch_found.values.double().numpy(), expected, rtol=2.0**-22, atol=0)
 
 
 @pytest.mark.parametrize("name", ["fp8-token", "int8-token"])
