@@ -77,7 +77,11 @@ def _declared(kind: str, data: Fields) -> Declared:
 
 
 def _activation(text: str) -> TensorQuant | None:
-    return at_run_time(parse_activation_id(text), "floor")
+    """An activation with torchao's rules: symmetric integers divide by half the range of codes, 127.5 for int8."""
+    quant = at_run_time(parse_activation_id(text), "floor")
+    if quant is not None and quant.is_integer and quant.symmetric and quant.dynamic:
+        return replace(quant, scale_rule="half-range")
+    return quant
 
 
 def _mapped(data: Fields, name: str) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from omniplat.errors import InvalidCheckpointError
+from omniplat.oracle import element_values
 from tests.support.checkpoints import bf16
 from tests.support.resolving import codes, only, resolve, schemes
 from tests.support.values import values_of
@@ -107,6 +108,72 @@ def test_int4_values(tmp_path: Path) -> None:
     wide = np.repeat(scale.astype(float), group, axis=0).T
     expected = code * wide + np.repeat(zero.astype(float), group, axis=0).T
     assert np.abs(values_of(found, "m") - expected).max() < 1e-5
+
+
+def swizzled(scale: np.ndarray) -> np.ndarray:
+    """[N, G] as torchao's `to_blocked` stores it: tiles of 128 rows and 4 groups, padded, 32 x 16 numbers each."""
+    rows, groups = scale.shape
+    tall, wide = -(-rows // 128), -(-groups // 4)
+    padded = np.zeros((tall * 128, wide * 4), scale.dtype)
+    padded[:rows, :groups] = scale
+    tiles = padded.reshape(tall, 128, wide, 4).transpose(0, 2, 1, 3).reshape(-1, 4, 32, 4)
+    return tiles.transpose(0, 2, 1, 3).reshape(tall * 32, wide * 16)
+
+
+@pytest.mark.parametrize(("n", "k"), [(32, 64), (64, 256), (128, 128), (130, 352), (256, 1024)])
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4"])
+def test_swizzled_scales(tmp_path: Path, name: str, n: int, k: int) -> None:
+    """What transformers saves of MXTensor and NVFP4Tensor: the block scales lie as the products want them."""
+    random = np.random.default_rng(n + k)
+    group = 16 if name == "nvfp4" else 32
+    if name == "mxfp8":
+        code = random.integers(0, 120, (n, k), dtype=np.uint8)
+        number = element_values("fp8_e4m3")[code]
+        qdata = ("F8_E4M3", (n, k))
+    else:
+        code = random.integers(0, 256, (n, k // 2), dtype=np.uint8)
+        table = element_values("fp4_e2m1")
+        number = np.stack([table[code & 15], table[code >> 4]], axis=-1).reshape(n, k)
+        qdata = ("U8", (n, k // 2))
+    scale = random.integers(40, 110, (n, k // group), dtype=np.uint8)
+    multiplier = element_values("fp8_e4m3")[scale] * 0.5 if name == "nvfp4" else 2.0 ** (scale.astype(float) - 127)
+    stored = swizzled(scale)
+    parts: dict[str, Any] = {"qdata": qdata, "scale": ("F8_E4M3" if name == "nvfp4" else "F8_E8M0", stored.shape)}
+    data = {"m._weight_qdata": code.tobytes(), "m._weight_scale": stored.tobytes()}
+    if name == "nvfp4":
+        parts["per_tensor_scale"] = ("F32", ())
+        data["m._weight_per_tensor_scale"] = np.float32(0.5).tobytes()
+        quant = config("NVFP4WeightOnlyConfig", use_dynamic_per_tensor_scale=True)
+    else:
+        dtype = "float8_e4m3fn" if name == "mxfp8" else "float4_e2m1fn_x2"
+        quant = config("MXDynamicActivationMXWeightConfig", weight_dtype=dtype, activation_dtype=dtype)
+    found = resolve(tmp_path, torchao(quant), flat("m", **parts), values=data)
+    assert schemes(found) == {"m": f"{name}/a16" if name == "nvfp4" else f"{name}/{name}"}
+    assert codes(found) == []
+    np.testing.assert_array_equal(values_of(found, "m"), number * np.repeat(multiplier, group, axis=1))
+
+
+def test_scales_of_no_layout_are_refused(tmp_path: Path) -> None:
+    parts = {"qdata": ("F8_E4M3", (64, 256)), "scale": ("F8_E8M0", (64, 16))}
+    found = resolve(tmp_path, torchao(config("MXDynamicActivationMXWeightConfig")), flat("m", **parts))
+    assert found.modules[0].status == "invalid"
+    assert "fits no granularity" in only(found, "tensors-contradict-config").message
+
+
+@pytest.mark.parametrize(
+    ("quant_type", "rule"),
+    [
+        (config("Int8DynamicActivationInt8WeightConfig"), "half-range"),
+        (config("Int8DynamicActivationIntxWeightConfig", weight_dtype="torch.int8",
+                weight_granularity=granularity("PerAxis", axis=0)), "absmax"),
+    ],
+)  # fmt: skip
+def test_symmetric_inputs_are_divided_by_half_the_range_of_codes(tmp_path: Path, quant_type: Any, rule: str) -> None:
+    """`choose_qparams_affine`: amax / 127.5 where codes run from -128 to 127; (high - low) / 255 for a range."""
+    found = resolve(tmp_path, torchao(quant_type), flat("m", **INT8))
+    activation = found.modules[0].scheme.activation
+    assert activation is not None
+    assert activation.scale_rule == rule
 
 
 def test_zero_points_of_a_symmetric_weight_have_to_be_zero(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from omniplat.checkpoint.tensors import TensorInfo
-from omniplat.formats.recognise.draft import SCALE_FORMATS, Draft, Leaves, Stored, misfit, unknown
+from omniplat.formats.recognise.draft import E8M0_DTYPES, SCALE_FORMATS, Draft, Leaves, Stored, misfit, unknown
 from omniplat.formats.recognise.nibbles import four_bit
 from omniplat.formats.recognise.unpacked import FLOAT8, scale_quant
 from omniplat.scheme import TensorQuant
@@ -45,8 +45,13 @@ def subclass(draft: Draft, leaf: str) -> Stored:
     n, k = data.shape
     scale = draft.take("scale", *_SCALES, required=True)
     hinted = draft.hinted
+    columns = 2 * k if data.dtype == "U8" else k
+    in_rows = _untiled(scale, n, columns)
+    if in_rows is not None:
+        stored = _block_scaled(draft, data, in_rows, n, columns)
+        return replace(stored, storage=replace(stored.storage, scale_layout="tiles"))
     if data.dtype == "U8":
-        return four_bit(draft, data, n, 2 * k, scale, _GLOBALS, divisor=False)
+        return four_bit(draft, data, n, columns, scale, _GLOBALS, divisor=False)
     if data.dtype == "I8" and scale is not None and _is_transposed(scale, n, 2 * k, hinted):
         return _transposed_int4(draft, data, scale, n, 2 * k)
     if data.dtype not in ("I8", *FLOAT8):
@@ -60,6 +65,26 @@ def subclass(draft: Draft, leaf: str) -> Stored:
     if data.dtype == "I8":
         quant = _integer(draft, quant)
     return draft.finish(quant, "plain", data.dtype, n, k)
+
+
+def _untiled(scale: TensorInfo | None, n: int, k: int) -> TensorInfo | None:
+    """A scale as it would be in rows, where torchao stored it swizzled: 32 x 16 numbers for every tile of 128 rows and
+    4 groups. None for any other; no scale in rows has such a shape."""
+    if scale is None or scale.dtype not in ("F8_E4M3", *E8M0_DTYPES):
+        return None
+    groups = -(-k // (16 if scale.dtype == "F8_E4M3" else 32))
+    if scale.shape != (-(-n // 128) * 32, -(-groups // 4) * 16):
+        return None
+    return TensorInfo(scale.name, scale.dtype, (n, groups), scale.shard, scale.start, scale.end)
+
+
+def _block_scaled(draft: Draft, data: TensorInfo, scale: TensorInfo, n: int, k: int) -> Stored:
+    """Microscaled codes: FP4 in bytes, FP8 as it is."""
+    if data.dtype == "U8":
+        return four_bit(draft, data, n, k, scale, _GLOBALS, divisor=False)
+    quant = scale_quant(FLOAT8[data.dtype], scale, n, k, draft.hinted) if data.dtype in FLOAT8 else None
+    problem = "" if quant is not None else misfit(scale, n, k)
+    return draft.finish(quant, "plain", data.dtype, n, k, problem=problem)
 
 
 def _integer(draft: Draft, quant: TensorQuant) -> TensorQuant:
