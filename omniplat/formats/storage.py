@@ -12,6 +12,7 @@ from dataclasses import dataclass
 #:                (compressed-tensors pack-quantized); zero points int32 packed along N
 #:   gptq         int32 [K*bits/32, N] and [G, N*bits/32], first value in the lowest bits; scales [G, N]
 #:   awq          int32 [K, N/8] and [G, N/8], nibble order 0 4 1 5 2 6 3 7; scales [G, N]
+#:   awq_k        int32 [N, K/8] and [N/8], in AWQ's nibble order (Quark's int4 with one scale per row or tensor)
 #:   int32_n      as awq with the nibbles in order (Quark's pack_method "order")
 #:   stream_k     uint8 [N, K*bits/8], first value in the lowest bits (Quark's MXFP6: four codes in three bytes)
 #:   nibbles_flat bytes of any shape and container, row by row, first value in the *high* nibble (bitsandbytes);
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 #:   gguf         blocks of a GGUF type, [N, bytes of a row], kept as they are
 #:   nibbles_k_shifted  as nibbles_k with two's complement codes; scales and zeros [G, N], w = code * scale + zero
 PACKINGS = (
-    *("plain", "nibbles_k", "nibbles_n", "int32_k", "gptq", "awq"),
+    *("plain", "nibbles_k", "nibbles_n", "int32_k", "gptq", "awq", "awq_k"),
     *("int32_n", "stream_k", "nibbles_flat", "hqq", "nibbles_k_shifted"),
     *("nibbles_k_high", "svdquant_rows", "svdquant_tiles", "gguf", "quanto", "tinygemm"),
 )
@@ -60,6 +61,7 @@ class Storage:
     `groups_along_rows`  HQQ's axis 0: weights that lie a fixed distance apart share a scale, whatever their row.
     `scale_layout`       "rows": as the packing says; "tiles": the 128 x 4 tiles of NVIDIA's block-scaled products,
                          rows and columns padded; "columns": transposed, [G, N].
+    `codes_in_columns`   the codes are transposed, [K, N], packed along K (modelopt's stacks of experts).
     """
 
     packing: str
@@ -74,3 +76,4 @@ class Storage:
     bits: int = 0
     groups_along_rows: bool = False
     scale_layout: str = "rows"
+    codes_in_columns: bool = False

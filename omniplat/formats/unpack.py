@@ -20,6 +20,7 @@ from omniplat.formats.unpack_codes import (
     WIDE_FLOATS,
     StoredModule,
     canonical_codes,
+    in_plain_order,
     packed_words,
     unpack_columns,
     unpack_stream,
@@ -223,7 +224,9 @@ def _zero_point(m: StoredModule, lead: tuple[int, ...]) -> Array | None:
     elif packing == "gptq":
         _expect(m, "zero_point", stored, (m.groups, packed_words(m.n, quant.bits)), np.int32)
         zero = unpack_stream(stored, quant.bits, m.n).T
-    elif packing == "int32_k" and stored.dtype == np.int32:
+    elif packing in ("int32_k", "awq_k") and stored.dtype == np.int32 and stored.ndim:
+        stored = in_plain_order(stored) if packing == "awq_k" else stored
+        stored = stored.reshape(-1, 1) if stored.ndim == 1 else stored
         _expect(m, "zero_point", stored, (packed_words(m.n, quant.bits), m.groups), np.int32)
         zero = unpack_stream(stored.T, quant.bits, m.n).T
     elif quant.granularity == "group":
@@ -232,7 +235,7 @@ def _zero_point(m: StoredModule, lead: tuple[int, ...]) -> Array | None:
         zero = stored
     else:
         zero = _per_row(m, stored, lead, "zero_point")
-    if packing in ("int32_k", "gptq", "awq", "int32_n") and zero.dtype == np.uint8:
+    if packing in ("int32_k", "gptq", "awq", "awq_k", "int32_n") and zero.dtype == np.uint8:
         # a GPTQ v1 zero point was stored as zero - 1 modulo 2^bits, so adding the 1 back wraps as well
         zero = (zero.astype(np.int16) + m.storage.zero_offset) & (2**quant.bits - 1)
         neutral = 0 if m.storage.twos_complement else 2 ** (quant.bits - 1)

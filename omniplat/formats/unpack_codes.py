@@ -98,7 +98,10 @@ def canonical_codes(m: StoredModule) -> tuple[Array, tuple[int, ...]]:
         packed[0::2] = (codes[:, 0::2] & 15) | (codes[:, 1::2] << 4)
         packed[1::2] = (codes[:, 0::2] >> 4) | (codes[:, 1::2] & 0xF0)
         return packed, ()
-    if packing == "int32_k":
+    if packing == "awq_k":
+        _lead(m, codes, (m.n, packed_words(m.k, bits)), np.int32, batched=False)
+        unsigned = _stream_codes(in_plain_order(codes), bits, m.k)
+    elif packing == "int32_k":
         words = packed_words(m.k, bits)
         _lead(m, codes, (m.n, words), np.int32, batched=False)
         unsigned = _stream_codes(codes, bits, m.k)
@@ -248,6 +251,15 @@ def unpack_columns(words: Array, packing: str) -> Array:
     for column, nibble in enumerate(_AWQ_NIBBLE if packing == "awq" else range(8)):
         codes[:, column] = (unsigned >> np.uint32(4 * nibble)) & np.uint32(15)
     return codes.reshape(unsigned.shape[0] * 8, unsigned.shape[1])
+
+
+def in_plain_order(words: Array) -> Array:
+    """int32 words of eight nibbles in AWQ's order, to words with the first in the lowest bits."""
+    unsigned = np.ascontiguousarray(words).view(np.uint32)
+    plain = np.zeros_like(unsigned)
+    for column, nibble in enumerate(_AWQ_NIBBLE):
+        plain |= ((unsigned >> np.uint32(4 * nibble)) & np.uint32(15)) << np.uint32(4 * column)
+    return plain.view(np.int32)
 
 
 def _from_offset(unsigned: Array, element: str, bits: int) -> Array:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.oracle.test_unpack import pack_rows
 from tests.support.checkpoints import bf16, gptq
 from tests.support.resolving import codes, only, resolve, schemes
+from tests.support.values import values_of
 
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
@@ -54,6 +57,30 @@ def test_versions_that_lie_alike(tmp_path: Path, change: Any, group: int, weight
 def test_layouts_of_one_kernel_are_refused(tmp_path: Path, change: Any, key: str) -> None:
     problem = only(resolve(tmp_path, {**AWQ, **change}, awq("m", 64, 128, 64)), "unsupported-option")
     assert problem.where.rule == f"quantization_config.{key}"
+
+
+@pytest.mark.parametrize(("bits", "n"), [(4, 4), (4, 12), (2, 8), (8, 2), (8, 6), (3, 40), (4, 64), (8, 64)])
+def test_zero_points_that_do_not_fill_their_last_word(tmp_path: Path, bits: int, n: int) -> None:
+    """A router of four rows: its zero points have half a word, and the codes are no wider for it."""
+    group, k = 32, 64
+    zeros = -(-n * bits // 32)
+    tensors = {
+        "m.qweight": ("I32", (k * bits // 32, n)),
+        "m.qzeros": ("I32", (k // group, zeros)),
+        "m.scales": ("F16", (k // group, n)),
+    }
+    random = np.random.default_rng(n)
+    codes_ = random.integers(0, 2**bits, (n, k))
+    middle = np.full((k // group, n), 2 ** (bits - 1) - 1)
+    data = {
+        "m.qweight": pack_rows(codes_, bits).T.tobytes(),
+        "m.qzeros": pack_rows(middle, bits).tobytes(),
+        "m.scales": np.ones((k // group, n), np.float16).tobytes(),
+    }
+    found = resolve(tmp_path, {**GPTQ, "bits": bits, "group_size": group}, tensors, values=data)
+    assert schemes(found) == {"m": f"int{bits}-g{group}/a16"}
+    assert codes(found) == []
+    assert (values_of(found, "m") == codes_ - 2 ** (bits - 1)).all()
 
 
 def test_a_legacy_file_without_a_method(tmp_path: Path) -> None:

@@ -73,8 +73,10 @@ def int4(module: str, n: int, k: int, group: int) -> dict[str, Any]:
          "int8-channel/int8-token"),
         (spec("int4", "per_group", group_size=32), None, int4("m", 64, 128, 32), "int4-g32/a16"),
         (spec("uint4", "per_group", group_size=64, symmetric=False), None, int4("m", 64, 128, 64), "uint4-g64/a16"),
-        (spec("int4", "per_channel"), None, {"m.weight": ("I32", (128, 8)), "m.weight_scale": ("F32", (64,))},
+        (spec("int4", "per_channel"), None, {"m.weight": ("I32", (64, 16)), "m.weight_scale": ("F32", (64,))},
          "int4-channel/a16"),
+        (spec("int4", "per_tensor"), None, {"m.weight": ("I32", (64, 16)), "m.weight_scale": ("F32", ())},
+         "int4-tensor/a16"),
         (spec("uint8", "per_channel", symmetric=False), None,
          {"m.weight": ("U8", (64, 96)), "m.weight_scale": ("F32", (64,)), "m.weight_zero_point": ("U8", (64,))},
          "uint8-channel/a16"),
@@ -120,6 +122,43 @@ def test_words_hold_twos_complement(tmp_path: Path, method: str, order: tuple[in
     values = element_values("int4")[codes_] if signed else codes_ - np.repeat(zero, group, axis=0)
     expected = (values * np.repeat(scale.astype(float), group, axis=0)).T
     assert (values_of(found, "m") == expected).all()
+
+
+@pytest.mark.parametrize(("method", "order"), [("reorder", (0, 4, 1, 5, 2, 6, 3, 7)), ("order", tuple(range(8)))])
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("per", ["channel", "tensor"])
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (64, 64), (64, 16), (20, 24)])
+def test_words_run_along_rows_where_no_group_has_a_scale(
+    tmp_path: Path, method: str, order: tuple[int, ...], signed: bool, per: str, n: int, k: int
+) -> None:
+    """Only per group does the tool transpose: nothing but the shape of the scale shows it where N = K."""
+    random = np.random.default_rng(n)
+    rows = n if per == "channel" else 1
+    codes_ = random.integers(0, 16, (n, k))
+    zero = np.zeros(rows, int) if signed else random.integers(0, 16, rows)
+    scale = random.uniform(0.1, 1, rows).astype(np.float32)
+
+    def words(values: Any) -> bytes:
+        padded = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % 8)])
+        blocks = padded.reshape(*padded.shape[:-1], -1, 8)
+        packed = sum(blocks[..., i].astype(np.uint64) << np.uint64(4 * order[i]) for i in range(8))
+        return np.asarray(packed).astype(np.uint32).tobytes()
+
+    shape = (n,) if per == "channel" else ()
+    tensors = {"m.weight": ("I32", (n, k // 8)), "m.weight_scale": ("F32", shape)}
+    data = {"m.weight": words(codes_), "m.weight_scale": scale.tobytes()}
+    if per == "channel":
+        tensors["m.weight_zero_point"] = ("I32", (-(-n // 8),))
+        data["m.weight_zero_point"] = words(zero)
+    else:
+        tensors["m.weight_zero_point"] = ("I32", ())
+        data["m.weight_zero_point"] = zero.astype(np.int32).tobytes()
+    dtype = "int4" if signed else "uint4"
+    config = quark(spec(dtype, f"per_{per}", symmetric=signed), export={**EXPORT, "pack_method": method})
+    found = resolve(tmp_path, config, tensors, values=data)
+    assert schemes(found) == {"m": f"{dtype}-{per}/a16"}
+    values = element_values("int4")[codes_] if signed else codes_ - zero.reshape(-1, 1)
+    assert (values_of(found, "m") == values * scale.astype(float).reshape(-1, 1)).all()
 
 
 def test_six_bits_are_a_little_endian_stream(tmp_path: Path) -> None:

@@ -93,20 +93,35 @@ def _words_along_k(words: int, groups: int, bits: int, hinted: TensorQuant | Non
 
 
 def integer_columns(draft: Draft, weight: TensorInfo) -> Stored:
-    """Quark: a plain `weight` of int32 words along N, [K, N/8], with scales [G, N] or [N]."""
+    """Quark: a plain `weight` of int32 words. Per group they run along N, [K, N/8], with scales [G, N]; per channel or
+    tensor along K, [N, K/8], with scales [N] or one."""
     scale = draft.take("scale", "weight_scale", required=True)
     zero = draft.take("zero_point", "weight_zero_point")
     hint, hinted = draft.hint, draft.hinted
+    if scale is not None and scale.shape in ((weight.shape[0],), (1,), ()):
+        return _words_of_rows(draft, weight, scale, zero)
     k, words = weight.shape
     n = words * 8
     if scale is None:
         return draft.finish(hinted, "awq", "I32", n, k)
-    if scale.shape[-1:] != (n,) or len(scale.shape) > 2:
+    if scale.shape[1:] != (n,):
         return draft.finish(None, "awq", "I32", n, k, problem=misfit(scale, n, k))
-    groups = scale.shape[0] if len(scale.shape) == 2 else 1
     symmetric = zero is None or hinted is None or hinted.symmetric
-    quant = grouped(f"{'int' if symmetric else 'uint'}4", k, groups, scale, hinted, symmetric)
+    quant = grouped(f"{'int' if symmetric else 'uint'}4", k, scale.shape[0], scale, hinted, symmetric)
     packing = hint.packing if hint is not None and hint.packing in ("awq", "int32_n") else "awq"
+    problem = "" if hint is not None else "integer codes without metadata: the order inside the words is not known"
+    stored = draft.finish(quant, packing, "I32", n, k, problem=problem)
+    return replace(stored, storage=replace(stored.storage, twos_complement=symmetric))
+
+
+def _words_of_rows(draft: Draft, weight: TensorInfo, scale: TensorInfo, zero: TensorInfo | None) -> Stored:
+    hint, hinted = draft.hint, draft.hinted
+    n, k = weight.shape[0], weight.shape[1] * 8
+    symmetric = zero is None or hinted is None or hinted.symmetric
+    quant = grouped(f"{'int' if symmetric else 'uint'}4", k, 1, scale, None, symmetric)
+    if scale.shape != (n,):
+        quant = replace(quant, granularity="tensor")
+    packing = "int32_k" if hint is not None and hint.packing == "int32_n" else "awq_k"
     problem = "" if hint is not None else "integer codes without metadata: the order inside the words is not known"
     stored = draft.finish(quant, packing, "I32", n, k, problem=problem)
     return replace(stored, storage=replace(stored.storage, twos_complement=symmetric))
@@ -134,10 +149,11 @@ def integer_rows(draft: Draft, qweight: TensorInfo) -> Stored:
         return draft.finish(quant, "awq", "I32", n, k)
     if qweight.shape[1] != n:
         return unknown(draft, qweight, f"qweight {list(qweight.shape)} does not fit scales {list(scales.shape)}")
-    if zeros is not None and len(zeros.shape) == 2 and n and zeros.shape[1] * 32 % n == 0:
-        bits = zeros.shape[1] * 32 // n
-    else:
-        bits = hinted.bits if hinted is not None and hinted.is_integer else 4
+    declared_bits = hinted.bits if hinted is not None and hinted.is_integer else 4
+    words = zeros.shape[1] if zeros is not None and len(zeros.shape) == 2 else 0
+    # Zero points of few rows leave their last word half empty: it is not that their codes are wider.
+    is_padded = words == -(-n * declared_bits // 32)
+    bits = declared_bits if is_padded or not words or not n or words * 32 % n else words * 32 // n
     k = gidx.shape[0] if gidx is not None and len(gidx.shape) == 1 else qweight.shape[0] * 32 // max(bits, 1)
     problem = "" if 2 <= bits <= 8 else f"qzeros {list(zeros.shape) if zeros else '?'} does not fit scales"
     quant = grouped(f"{element}{min(max(bits, 2), 8)}", k, groups, scales, hinted, symmetric)
