@@ -260,6 +260,8 @@ class _Packer:
         first = w13[0][0].module if w13 and w13[0] else modules[0]
         down = w2[0][0].module if w2 and w2[0] else modules[-1]
         rows = sum(part.module.out_features for part in w13[0]) if w13 else 0
+        if not missing:
+            self._check_chain(name, rows, first.in_features, down.out_features, down.in_features, modules)
         spec = self._moe_spec(block, name, first, down, rows, first.in_features, down.out_features, len(w13))
         spec = replace(spec, bias=_has_bias(modules), extras=_extras(modules))
         return PackedLayer(spec, w13=tuple(w13), w2=tuple(w2), block=block)
@@ -350,6 +352,9 @@ class _Packer:
         transposed = self._is_transposed(first, down, fused=len(ups) == 1, names=names)
         if transposed:
             rows, columns, out = sum(module.in_features for module in ups), first.out_features, down.in_features
+        if not missing:
+            self._check_chain(name, rows, columns, out, down.out_features if transposed else down.in_features,
+                              (*ups, down))  # fmt: skip
         block = self._block(name)
         spec = self._moe_spec(block, name, first, down, rows, columns, out, down.experts)
         spec = replace(spec, bias=_has_bias((*ups, down)), extras=_extras((*ups, down)))
@@ -384,6 +389,17 @@ class _Packer:
                 rare = min(kinds.values(), key=len)
                 counts = ", ".join(f"{len(names)} {kind}" for kind, names in sorted(kinds.items()))
                 self._refuse(name, "mixed-fused-shards", f"{name}: experts differ: {counts}", rare)
+
+    def _check_chain(
+        self, name: str, rows: int, columns: int, out: int, inner: int, modules: Sequence[ResolvedModule]
+    ) -> None:
+        """An expert's down weight [out, inner] takes what its gate and up weights, [rows, columns] together, give."""
+        if name not in self._invalid and (rows, columns) != (2 * inner, out):
+            message = (
+                f"{name}: gate and up of an expert are [{rows}, {columns}] and down is [{out}, {inner}], which is no "
+                f"gated MLP: needed [{2 * inner}, {out}] and [{out}, {inner}]"
+            )
+            self._refuse(name, "tensors-contradict-config", message, modules)
 
     def _refuse(self, name: str, code: str, message: str, modules: Iterable[str | ResolvedModule]) -> None:
         self._invalid[name] = message

@@ -225,6 +225,22 @@ def test_one_expert_unlike_the_others_makes_the_layer_invalid_and_is_named(tmp_p
     assert error.modules == (name,)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(32, 128), (64, 64), (128, 32)])
+def test_experts_whose_halves_do_not_follow_each_other_make_the_layer_invalid(
+    tmp_path: Path, rows: int, columns: int
+) -> None:
+    """A tool that cuts stacks of [K, N] as if they were [N, K] leaves experts that are consistent, and no MLP."""
+    other = {k: v for k, v in experts(0).items() if ".down_proj." in k}
+    for k in range(2):
+        for leaf in ("gate_proj", "up_proj"):
+            other |= mxfp4(f"model.layers.0.mlp.experts.{k}.{leaf}", rows, columns)
+    other = {k: v for k, v in other.items() if int(k.split(".")[5]) < 2}
+    plan = plan_of(tmp_path, MX, other, config={**MOE, "num_experts": 2})
+    assert moe_layer(plan).status == "invalid"
+    (error,) = [f for f in plan.findings if f.code == "tensors-contradict-config" and f.severity == "error"]
+    assert "no gated MLP" in error.message
+
+
 @pytest.mark.parametrize("lost", ["1.gate_proj", "1.down_proj", "1"])
 def test_a_missing_expert_is_named(tmp_path: Path, lost: str) -> None:
     prefix = f"model.layers.0.mlp.experts.{lost}"
