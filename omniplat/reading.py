@@ -21,11 +21,13 @@ class TensorReader(Protocol):
 
 
 def read_roles(module: ResolvedModule, reader: TensorReader, expert: int | None = None) -> dict[str, Array]:
-    """All roles of one checkpoint module as stored; of one expert of a stacked module when `expert` is given."""
+    """All roles of one checkpoint module as stored; of one expert of a stacked module when `expert` is given. What is
+    not stacked, a scale of the whole tensor, every expert has."""
     arrays = {role: reader.read(info) for role, info in module.tensors.items()}
     if expert is None:
         return arrays
-    return {role: array[expert] for role, array in arrays.items()}
+    is_stacked = {role: array.shape[:1] == (module.experts,) for role, array in arrays.items()}
+    return {role: array[expert] if is_stacked[role] else array for role, array in arrays.items()}
 
 
 def read_canonical(

@@ -10,8 +10,10 @@ from omniplat.checkpoint.tensors import TensorInfo
 #: Leaves that hold the codes of a weight.
 WEIGHT_LEAVES = frozenset({"weight", "weight_packed", "qweight"})
 
-#: What is appended to the names of stacked expert tensors: by gpt-oss, and by transformers for FP8.
-STACKED_SUFFIXES = ("_blocks", "_scales", "_bias", "_scale_inv", "_scale")
+#: What modelopt appends to the names of stacked expert tensors.
+COLUMN_STACK_SUFFIXES = ("_weight_scale_2", "_weight_scale", "_input_scale")
+#: What is appended to them by anyone: by gpt-oss, by transformers for FP8. The first that fits counts.
+STACKED_SUFFIXES = (*COLUMN_STACK_SUFFIXES, "_blocks", "_scales", "_bias", "_scale_inv", "_scale")
 #: Names that end like those and belong to the module itself.
 _OWN_STEMS = ("weight", "input", "output", "k", "v", "q")
 

@@ -38,6 +38,9 @@ def standardised(m: StoredModule) -> StoredModule:
         return unpack(m)
     m = with_scale_in_rows(m)
     arrays, storage = dict(m.arrays), m.storage
+    if storage.codes_in_columns:
+        arrays = _stack_in_rows(m)
+        storage = replace(storage, codes_in_columns=False)
     if storage.packing.startswith("nibbles") and storage.container == "I8" and m.get("codes").dtype == np.int8:
         # DeepSeek-V4 and Ascend's tools keep the bytes in a signed tensor
         arrays["codes"] = arrays["codes"].view(np.uint8)
@@ -58,13 +61,23 @@ def standardised(m: StoredModule) -> StoredModule:
     return replace(m, arrays=arrays, storage=storage)
 
 
+def _stack_in_rows(m: StoredModule) -> dict[str, Array]:
+    """Codes as [..., N, K]; what all experts of a stack share, once for each."""
+    arrays = dict(m.arrays)
+    codes = arrays["codes"] = np.ascontiguousarray(m.get("codes").swapaxes(-1, -2))
+    for role, array in m.arrays.items():
+        if codes.ndim == 3 and array.size == 1:
+            arrays[role] = np.broadcast_to(array.reshape(1), codes.shape[:1])
+    return arrays
+
+
 def with_scale_in_rows(m: StoredModule) -> StoredModule:
     """`m` with its scale as [rows, groups], whatever layout the file has it in; `m` itself where that is so."""
     scale = m.arrays.get("scale")
     if m.storage.scale_layout == "rows" or scale is None:
         return m
     if m.storage.scale_layout == "columns":
-        scale = np.ascontiguousarray(scale.T)
+        scale = np.ascontiguousarray(scale.swapaxes(-1, -2))
     else:
         scale = from_tiles(m, scale, m.n, m.k // m.quant.group_size)
     return replace(m, arrays={**m.arrays, "scale": scale}, storage=replace(m.storage, scale_layout="rows"))

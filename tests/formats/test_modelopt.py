@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import omniplat
-from tests.support.checkpoints import bf16, fp8_tensor, mxfp8, write_shard
+from omniplat.oracle import element_values
+from tests.support.checkpoints import bf16, fp8_tensor, mxfp8, write_checkpoint, write_shard
 from tests.support.resolving import codes, only, resolve, schemes
+from tests.support.values import values_of
 
 FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
 
@@ -207,3 +210,67 @@ def test_part_of_a_name_excludes_where_the_tensors_say_so(tmp_path: Path, entry:
     found = resolve(tmp_path, config, {f"{q}.weight": bf16(64, 64), **fp8_tensor(up, 64, 64)})
     assert schemes(found) == {q: "bf16/a16", up: "fp8-tensor/fp8-tensor-static"}
     assert codes(found) == ["rule-readings-differ"]
+
+
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
+@pytest.mark.parametrize(("experts", "n", "k"), [(2, 64, 32), (3, 32, 32), (1, 32, 64)])
+def test_stacks_lie_in_columns(tmp_path: Path, algorithm: str, experts: int, n: int, k: int) -> None:
+    """gpt-oss and Llama 4 keep an expert as [K, N]: packed along K, group scales [K / 16, N], other scales for all."""
+    name = f"{EXPERTS}.down_proj"
+    random = np.random.default_rng(n + k)
+    tensors: dict[str, Any] = {
+        f"{name}_weight_scale": ("F32", ()), f"{name}_input_scale": ("F32", ()), f"{name}_bias": ("BF16", (experts, n)),
+    }  # fmt: skip
+    half = np.float32(0.5).tobytes()
+    data = {f"{name}_weight_scale": half, f"{name}_input_scale": half}
+    if algorithm == "FP8":
+        code = random.integers(0, 120, (experts, k, n), dtype=np.uint8)
+        tensors[name] = ("F8_E4M3", code.shape)
+        expected = element_values("fp8_e4m3")[code] * 0.5
+    else:
+        code = random.integers(0, 256, (experts, k // 2, n), dtype=np.uint8)
+        scale = random.integers(1, 120, (experts, k // 16, n), dtype=np.uint8)
+        tensors |= {name: ("U8", code.shape), f"{name}_weight_scale": ("F8_E4M3", scale.shape),
+                    f"{name}_weight_scale_2": ("F32", ())}  # fmt: skip
+        data |= {f"{name}_weight_scale": scale.tobytes(), f"{name}_weight_scale_2": half}
+        table = element_values("fp4_e2m1")
+        number = np.stack([table[code & 15], table[code >> 4]], axis=2).reshape(experts, k, n)
+        expected = number * np.repeat(element_values("fp8_e4m3")[scale], 16, axis=1) * 0.5
+    data[name] = code.tobytes()
+    config = {"quant_method": "modelopt", "quant_algo": algorithm}
+    found = resolve(tmp_path, config, tensors, values=data, config={"model_type": "gpt_oss"})
+    (module,) = found.modules
+    assert (module.name, module.status, module.experts) == (name, "ok", experts)
+    assert (module.out_features, module.in_features) == (n, k)
+    assert codes(found) == []
+    for expert in range(experts):
+        np.testing.assert_array_equal(values_of(found, name, expert), expected[expert].T)
+    np.testing.assert_array_equal(values_of(found, name), expected.swapaxes(1, 2))
+
+
+def test_a_layer_of_experts_in_columns_is_planned_and_runs(tmp_path: Path) -> None:
+    experts, hidden, inner = 2, 64, 32
+    shapes = {"gate_up_proj": (experts, hidden, 2 * inner), "down_proj": (experts, inner, hidden)}
+    tensors: dict[str, Any] = {}
+    for leaf, shape in shapes.items():
+        tensors |= {f"{EXPERTS}.{leaf}": ("F8_E4M3", shape), f"{EXPERTS}.{leaf}_weight_scale": ("F32", ()),
+                    f"{EXPERTS}.{leaf}_input_scale": ("F32", ())}  # fmt: skip
+    ones = {name: np.float32(1).tobytes() for name in tensors if name.endswith("_scale")}
+    config = {"model_type": "gpt_oss", "num_local_experts": experts, "num_experts_per_tok": 1, "hidden_size": hidden,
+              "quantization_config": FP8}  # fmt: skip
+    write_checkpoint(tmp_path, config, tensors, values=ones)
+    (layer,) = omniplat.plan(tmp_path, "cpu").layers
+    assert (layer.status, layer.name, layer.stored) == ("ok", EXPERTS, "fp8-tensor")
+    assert set(omniplat.load(tmp_path)) == {EXPERTS}
+
+
+def test_scales_along_the_rows_of_a_stack_are_refused(tmp_path: Path) -> None:
+    """modelopt's MXFP8 of such stacks groups along N, which no product of [M, K] and [K, N] can take out of its sum."""
+    name = f"{EXPERTS}.gate_up_proj"
+    tensors = {name: ("F8_E4M3", (2, 64, 128)), f"{name}_weight_scale": ("U8", (2, 64, 4))}
+    found = resolve(tmp_path, {"quant_method": "modelopt", "quant_algo": "MXFP8"}, tensors)
+    assert [m.status for m in found.modules] == ["invalid"]
+    assert "fits no granularity" in only(found, "tensors-contradict-config").message

@@ -16,7 +16,14 @@ from omniplat.formats.recognise.draft import CODE_SCALES, QUANT_LEAVES, Draft, L
 from omniplat.formats.recognise.families import of_another_family
 from omniplat.formats.recognise.hqq import STATE_LEAVES, half_quadratic
 from omniplat.formats.recognise.nibbles import packed_bytes, packed_nibbles
-from omniplat.formats.recognise.stacked import blocks, is_stacked, of_one_expert
+from omniplat.formats.recognise.stacked import (
+    as_in_columns,
+    blocks,
+    is_stacked,
+    lies_in_columns,
+    of_one_expert,
+    turned,
+)
 from omniplat.formats.recognise.subclasses import data_leaf, subclass
 from omniplat.formats.recognise.unpacked import FLOAT8, float8, int8
 from omniplat.formats.recognise.words import SHAPE_LEAF, integer_columns, integer_rows, packed_words, shape_is_needed
@@ -71,7 +78,11 @@ def recognise(leaves: Leaves, hint: Declared | None = None, values: Mapping[str,
     if state := state_leaf(leaves):
         return flat_four_bit(draft, weight, state)
     if is_stacked(weight):
-        one = recognise(of_one_expert(leaves, weight.shape[0]), hint, values)
+        expert = of_one_expert(leaves, weight.shape[0])
+        in_columns = lies_in_columns(leaves)
+        one = recognise(turned(expert) if in_columns else expert, hint, values)
+        if one is not None and in_columns:
+            one = as_in_columns(one, leaves)
         return replace(one, experts=weight.shape[0]) if one is not None else None
     draft.roles["codes"] = "weight"
     if weight.dtype in FLOAT_DTYPES:

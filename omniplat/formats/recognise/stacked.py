@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from omniplat.checkpoint.modules import COLUMN_STACK_SUFFIXES
 from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.formats.recognise.draft import E8M0_DTYPES, Draft, Leaves, Stored, misfit, unknown
 from omniplat.scheme import parse_weight_id
@@ -23,6 +24,39 @@ def of_one_expert(leaves: Leaves, experts: int) -> Leaves:
         return TensorInfo(info.name, info.dtype, info.shape[1:], info.shard, info.start, info.end)
 
     return {leaf: peel(info) for leaf, info in leaves.items()}
+
+
+def lies_in_columns(leaves: Leaves) -> bool:
+    """True for modelopt's stacks, of which every expert is [K, N]: packed along K, group scales [K / g, N]."""
+    return not leaves.keys().isdisjoint(COLUMN_STACK_SUFFIXES)
+
+
+def turned(one_expert: Leaves) -> Leaves:
+    """The leaves of an expert that lies in columns as they would be in rows, under the names of a linear layer."""
+
+    def turn(info: TensorInfo) -> TensorInfo:
+        return TensorInfo(info.name, info.dtype, info.shape[::-1], info.shard, info.start, info.end)
+
+    return {_row_name(leaf): turn(info) for leaf, info in one_expert.items()}
+
+
+def _row_name(leaf: str) -> str:
+    return leaf.removeprefix("_") if leaf in COLUMN_STACK_SUFFIXES else leaf
+
+
+def as_in_columns(stored: Stored, leaves: Leaves) -> Stored:
+    """What was recognised of `turned` leaves, under the names and in the layout that they have."""
+    names = {_row_name(leaf): leaf for leaf in leaves}
+    named = {role: names[leaf] for role, leaf in stored.leaves.items()}
+    scale = leaves.get(named.get("scale", ""))
+    layout = "columns" if scale is not None and len(scale.shape) == 3 else "rows"
+    return replace(
+        stored,
+        storage=replace(stored.storage, codes_in_columns=True, scale_layout=layout),
+        leaves=named,
+        missing=tuple(names.get(leaf, f"_{leaf}") for leaf in stored.missing),
+        unexplained=tuple(names[leaf] for leaf in stored.unexplained),
+    )
 
 
 def blocks(draft: Draft, packed: TensorInfo) -> Stored:
