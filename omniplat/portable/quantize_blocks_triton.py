@@ -102,9 +102,9 @@ def _e2m1_codes(value):  # type: ignore[no-untyped-def]
     # e2m1's spacing is half of the power of two below a value, or of 1 if that is larger. A sum with 3 * 2^22 spacings
     # is rounded to multiples of one, to nearest even, and ends in their number; codes rise by 2 with every power.
     power = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
-    unit = power + 0xB400000
-    total = (magnitude + unit.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-    return (total - unit + (power >> 22) - 254) | ((bits >> 28) & 8)
+    many = tl.full(value.shape, 6291456.0, tl.float32)
+    total = tl.fma(power.to(tl.float32, bitcast=True), many, magnitude).to(tl.int32, bitcast=True)
+    return (total - power - 0xB400000) + ((power >> 22) - 254) + ((bits >> 28) & 8)
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -166,10 +166,11 @@ def _groups(  # type: ignore[no-untyped-def]
         if RULE == "absmax-reciprocal":
             # 0 times an Inf
             code = tl.where(scaled == scaled, code, 8)
-        low, high = tl.split(tl.reshape(code, [COUNT, GROUP // 2, 2]))
-        code = tl.where(counts[:, None], low | (high << 4), 0).to(tl.uint8)
-        at = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
-        tl.store(codes + row * (columns // 2) + at, code, mask=at < columns // 2)
+        # eight codes of a thread make a word
+        eight = tl.reshape(code, [COUNT, GROUP // 8, 8]) << (tl.arange(0, 8) * 4)[None, None, :]
+        word = tl.where(counts[:, None], tl.sum(eight, axis=2), 0)
+        at = group[:, None] * (GROUP // 8) + tl.arange(0, GROUP // 8)[None, :]
+        tl.store(codes + row * (columns // 8) + at, word, mask=at < columns // 8)
     else:
         code = tl.where(counts[:, None], saturated_codes(scaled, HARDWARE), 0).to(tl.uint8)
         tl.store(codes + row * columns + k, code, mask=k < columns)
@@ -196,7 +197,7 @@ def quantize_blocks(
     step = 0 if global_scale is None or global_scale.shape[0] == 1 else global_scale.stride(0)
     _launch_of(quant, gated, pre_scale is not None, is_wide, x.device)(
         (rows, -(-columns // _COLUMNS), 1),
-        (x, pre_scale, global_scale, codes, scales),
+        (x, pre_scale, global_scale, codes.view(torch.int32) if packed else codes, scales),
         (columns, x.stride(0), step),
     )
     return codes, scales
