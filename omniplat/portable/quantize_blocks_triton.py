@@ -75,36 +75,33 @@ def _e4m3_values(codes):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _quotients(v, scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """v / scale as IEEE float32, or beyond every code; `scale` [COUNT, 1] is positive, and may be Inf."""
+    """|v| / scale as IEEE float32, or 6 where it is more; `scale` [COUNT, 1] is positive, and may be Inf."""
+    # beyond every code a quotient may be Inf, which would not survive the correction
+    magnitude = tl.minimum(tl.abs(v), tl.broadcast_to(scale * 6.0, v.shape))
     if HARDWARE:
         # As in `quantize_triton`: a correctly rounded reciprocal and one step of correction give the rounded quotient
-        # (Markstein); scales are brought near 1, so that nothing underflows that has a code, and the signs are those
-        # with which -0 remains -0.
+        # (Markstein); scales are brought near 1, so that nothing underflows that has a code.
         nearer = tl.where(scale < 2.0**-60, 2.0**100, tl.where(scale > 2.0**60, 2.0**-100, 1.0))
-        inverse = tl.broadcast_to(tl.div_rn(tl.full(scale.shape, -1.0, tl.float32), scale * nearer), v.shape)
+        inverse = tl.broadcast_to(tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale * nearer), v.shape)
         # quotients by Inf are 0, which no correction is to change
-        divisor = tl.broadcast_to(tl.where(scale < float("inf"), scale * nearer, 0.0), v.shape)
-        negated = v * -nearer
-        quotient = negated * inverse
-        scaled = tl.fma(tl.fma(quotient, divisor, negated), inverse, quotient)
-        # beyond every code a quotient may be Inf, which does not survive the correction
-        scaled = tl.where(tl.abs(quotient) < 65536.0, scaled, quotient)
+        divisor = tl.broadcast_to(tl.where(scale < float("inf"), scale * -nearer, 0.0), v.shape)
+        near = magnitude * nearer
+        quotient = near * inverse
+        quotient = tl.fma(tl.fma(quotient, divisor, near), inverse, quotient)
     else:
-        scaled = tl.div_rn(v, tl.broadcast_to(scale, v.shape))
-    return scaled
+        quotient = tl.div_rn(magnitude, tl.broadcast_to(scale, v.shape))
+    return quotient
 
 
 @triton.jit
-def _e2m1_codes(value):  # type: ignore[no-untyped-def]
-    """int32 codes 0..15 of f32 numbers, to nearest even, saturating."""
-    bits = value.to(tl.int32, bitcast=True)
-    magnitude = tl.minimum(tl.abs(value), 6.0)
+def _e2m1_codes(magnitude, v):  # type: ignore[no-untyped-def]
+    """int32 codes 0..15, to nearest even, of f32 magnitudes up to 6 with the signs of `v`."""
     # e2m1's spacing is half of the power of two below a value, or of 1 if that is larger. A sum with 3 * 2^22 spacings
     # is rounded to multiples of one, to nearest even, and ends in their number; codes rise by 2 with every power.
     power = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
-    many = tl.full(value.shape, 6291456.0, tl.float32)
+    many = tl.full(v.shape, 6291456.0, tl.float32)
     total = tl.fma(power.to(tl.float32, bitcast=True), many, magnitude).to(tl.int32, bitcast=True)
-    return (total - power - 0xB400000) + ((power >> 22) - 254) + ((bits >> 28) & 8)
+    return (total - power - 0xB400000) + ((power >> 22) - 254) + ((v.to(tl.int32, bitcast=True) >> 28) & 8)
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -145,6 +142,7 @@ def _groups(  # type: ignore[no-untyped-def]
         stored = tl.where(is_finite, field, 255)
         counts = is_finite
         scaled = v * ((254 - field) << 23).to(tl.float32, bitcast=True)[:, None]
+        magnitude = tl.minimum(tl.abs(scaled), 6.0)
     else:
         multiplier = tl.broadcast_to(tl.load(above + row * step), [COUNT])
         local = _local_scale(most.to(tl.float32, bitcast=True), multiplier, RULE, WIDE, LEAST_SCALE)
@@ -157,12 +155,13 @@ def _groups(  # type: ignore[no-untyped-def]
         safe = tl.where(counts, scale, 1.0)
         if RULE == "absmax-reciprocal":
             scaled = v * tl.div_rn(tl.full([COUNT], 1.0, tl.float32), safe)[:, None]
+            magnitude = tl.minimum(tl.abs(scaled), 6.0)
         else:
-            scaled = _quotients(v, safe[:, None], HARDWARE)
+            magnitude = _quotients(v, safe[:, None], HARDWARE)
     groups = columns // GROUP
     tl.store(scales + row * groups + group, stored.to(tl.uint8), mask=group < groups)
     if PACKED:
-        code = _e2m1_codes(scaled)
+        code = _e2m1_codes(magnitude, v)
         if RULE == "absmax-reciprocal":
             # 0 times an Inf
             code = tl.where(scaled == scaled, code, 8)
