@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -42,7 +42,8 @@ SILU = Gating()
 @dataclass(frozen=True, slots=True)
 class Case:
     """One layer of one capability. `dtype` is that of input and output; `rows` M, `n` N, `k` K, `inner`, `experts` and
-    `gating` those of a layer of experts. `variant` tells cases apart that differ in nothing else."""
+    `gating` those of a layer of experts, `w2_scheme` where w2 has another scheme than w13. `variant` tells cases apart
+    that differ in nothing else."""
 
     capability: Capability
     scheme: Scheme
@@ -55,6 +56,7 @@ class Case:
     bias: bool = False
     variant: str = ""
     gating: Gating = SILU
+    w2_scheme: Scheme | None = None
 
     @property
     def id(self) -> str:
@@ -67,7 +69,7 @@ class Case:
     def spec(self) -> LayerSpec:
         if self.experts:
             parts = (self.inner, self.inner)
-            moe = moe_spec(self.experts, self.inner, self.gating)
+            moe = replace(moe_spec(self.experts, self.inner, self.gating), w2_scheme=self.w2_scheme)
             return LayerSpec("c", "moe", self.k, self.k, self.scheme, self.dtype, self.bias, parts, moe)
         return LayerSpec("c", "linear", self.n, self.k, self.scheme, self.dtype, self.bias, (self.n,))
 

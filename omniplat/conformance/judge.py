@@ -23,7 +23,7 @@ from omniplat.conformance.subject import Subject
 from omniplat.conformance.tolerances import Float64, excess, finite, inside_window, noise_ratio, usage
 from omniplat.conformance.weights import random_weight, stack, static_input
 from omniplat.runtime.layers import QuantExperts, QuantLinear
-from omniplat.scheme import TensorQuant
+from omniplat.scheme import Scheme, TensorQuant
 
 Record = Callable[[str, object], None]
 
@@ -138,10 +138,8 @@ def expert_weights(case: Case) -> tuple[CanonicalWeight, CanonicalWeight]:
     rng, stored = case.rng(), _stored(case.dtype)
     executed = executed_activation(case.capability, case.scheme)
 
-    def made(rows: int, columns: int) -> CanonicalWeight:
-        parts = [
-            random_weight(case.scheme, rows, columns, rng, bias=case.bias, stored=stored) for _ in range(case.experts)
-        ]
+    def made(scheme: Scheme, rows: int, columns: int) -> CanonicalWeight:
+        parts = [random_weight(scheme, rows, columns, rng, bias=case.bias, stored=stored) for _ in range(case.experts)]
         return stack([for_execution(part, executed) for part in parts])
 
-    return made(2 * case.inner, case.k), made(case.k, case.inner)
+    return made(case.scheme, 2 * case.inner, case.k), made(case.w2_scheme or case.scheme, case.k, case.inner)

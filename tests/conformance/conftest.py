@@ -31,6 +31,7 @@ FAULTS = {
     "zoo-bf16-bias": "declared",
     "zoo-silu-only": "declared",
     "zoo-no-limit": "declared",
+    "zoo-one-scheme": "declared",
     "zoo-two-choices": "declared",
     "zoo-declares-more": "declared",
     "zoo-k-tail": "boundary",

@@ -45,6 +45,7 @@ def test_generated_code_shows_what_tracing_does_not(runs: Runs) -> None:
 def test_what_lies_beyond_the_usual_layer_of_experts_is_asked(runs: Runs) -> None:
     assert failing(runs, "zoo-silu-only") == failing(runs, "zoo-no-limit") == {"activations_of_experts"}
     assert failing(runs, "zoo-two-choices") == {"any_number_of_choices"}
+    assert failing(runs, "zoo-one-scheme") == {"experts_of_two_schemes"}
 
 
 def test_what_the_tiers_say(runs: Runs) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import lcm
 
 import numpy as np
 import pytest
@@ -17,12 +18,13 @@ from omniplat.conformance.build import (
     to_input,
     to_output,
 )
-from omniplat.conformance.cases import Case, Gating, case_of, representative, schemes_of
+from omniplat.conformance.cases import Case, Gating, case_of, representative, schemes_of, spread
 from omniplat.conformance.checks import Named, check
 from omniplat.conformance.inputs import as_dtype
 from omniplat.conformance.judge import assert_experts_right, expert_trial, linear_trial, make_weight
 from omniplat.conformance.subject import Subject, equipped
 from omniplat.conformance.tolerances import excess
+from omniplat.conformance.weights import columns_unit
 from omniplat.errors import UnsupportedCombinationError
 
 ROWS = (0, 1, 3, 17, 257)
@@ -74,6 +76,21 @@ def _choices(subject: Subject, profile: str) -> Iterable[Named]:
     for case in representative(subject, "moe"):
         for top in dict.fromkeys(min(top, case.experts) for top in (1, 3, case.experts)):
             yield Named(f"{case.id}-top{top}", case.capability, (case, top))
+
+
+def _two_schemes(subject: Subject, profile: str) -> Iterable[Named]:
+    """Experts whose w2 has another weight than their w13, of those that a capability declares, either way round."""
+    for case in representative(subject, "moe"):
+        schemes = {scheme.weight_id: scheme for scheme in reversed(schemes_of(subject, case.capability, "full"))}
+        others = [scheme for weight, scheme in schemes.items() if weight != case.scheme.weight_id]
+        for other in spread(others, 3):
+            second = other.with_activation(case.scheme.activation)
+            unit = lcm(columns_unit(case.scheme), columns_unit(second))
+            k, inner = (-(-size // unit) * unit for size in (96, 64))
+            sized = case_of(case.capability, case.scheme, k=k, inner=inner, bias=case.bias)
+            for first, last in ((case.scheme, second), (second, case.scheme)):
+                named = replace(sized, scheme=first, variant=f"w2-{last.weight_id}", w2_scheme=last)
+                yield Named(named.id, case.capability, named)
 
 
 def _roles(subject: Subject, profile: str) -> Iterable[Case]:
@@ -188,6 +205,16 @@ def test_an_optional_role_is_used_or_refused(subject: Subject, case: Case) -> No
 def test_activations_of_experts(subject: Subject, case: Case) -> None:
     """What lies between the two products, with the limit and the alpha that a checkpoint may give."""
     trial = expert_trial(subject, case)
+    trial.assert_right(trial.input(), trial.routing())
+
+
+@check("declared", _two_schemes)
+def test_experts_of_two_schemes(subject: Subject, case: Named) -> None:
+    """Recipes give w2 more bits than w13: a kernel reads each by its own scheme, or planning refuses the layer."""
+    layer = case.value
+    if subject.decide(layer.capability, layer.spec):
+        return
+    trial = expert_trial(subject, layer)
     trial.assert_right(trial.input(), trial.routing())
 
 

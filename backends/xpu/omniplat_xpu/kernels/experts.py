@@ -31,10 +31,10 @@ _CARRIERS = (("int4", torch.int8), ("fp4_e2m1", torch.float4_e2m1fn_x2), ("fp8_e
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """`element` is the weights' number format. `parameters` holds limit and alpha of the activation, as text: a
-    compiler takes a float for an input that varies."""
+    """`elements` are the number formats of w13 and of w2. `parameters` holds limit and alpha of the activation, as
+    text: a compiler takes a float for an input that varies."""
 
-    element: str
+    elements: tuple[str, str]
     experts: int
     intermediate: int
     parameters: tuple[str, str]
@@ -61,8 +61,8 @@ class GroupedGemm(MoeKernel[ExpertsConfig]):
         if moe.top_k > TOP_K[-1]:
             raise vendor.refuse(w13, spec, self.name, f"at most {TOP_K[-1]} experts of a row")
         parameters = repr(moe.limit), repr(moe.alpha)
-        element = w13.scheme.weight.element
-        return Prepared(tensors, ExpertsConfig(element, w13.experts, w2.in_features, parameters))
+        elements = w13.scheme.weight.element, w2.scheme.weight.element
+        return Prepared(tensors, ExpertsConfig(elements, w13.experts, w2.in_features, parameters))
 
     def _codes(self, weight: WeightTensors, spec: LayerSpec) -> torch.Tensor:
         if weight.scheme.weight.bits == 4:
@@ -102,7 +102,7 @@ class GroupedGemm(MoeKernel[ExpertsConfig]):
             topk_ids,
             topk_weights,
             expert_map,
-            config.element,
+            list(config.elements),
             config.intermediate,
             activation,
             list(config.parameters),
@@ -159,7 +159,7 @@ def _experts(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     expert_map: torch.Tensor | None,
-    element: str,
+    elements: list[str],
     intermediate: int,
     activation: str,
     parameters: list[str],
@@ -172,7 +172,7 @@ def _experts(
         return y
     ids, weights = _chosen(topk_ids, topk_weights, expert_map)
     count, top = w13.shape[0], ids.shape[1]
-    carrier = dict(_CARRIERS)[element]
+    w13, w2 = (codes.view(dict(_CARRIERS)[name]) for codes, name in zip((w13, w2), elements, strict=True))
     gathered = torch.empty((rows * top, columns), dtype=x.dtype, device=x.device)
     rows_per_expert = torch.zeros(count, dtype=torch.int32, device=x.device)
     row_of = torch.empty((rows, top), dtype=torch.int32, device=x.device)
@@ -181,12 +181,10 @@ def _experts(
     )
     product = operator("_xpu_C", "cutlass_grouped_gemm_interface")
     both = torch.empty((rows * top, 2 * intermediate), dtype=x.dtype, device=x.device)
-    product(
-        gathered, None, w13.view(carrier), w13_scale, w13_bias, both, rows_per_expert, 2 * intermediate, columns, count
-    )
+    product(gathered, None, w13, w13_scale, w13_bias, both, rows_per_expert, 2 * intermediate, columns, count)
     hidden = _activated(both, activation, float(parameters[0]), float(parameters[1]))
     out = torch.empty((rows * top, columns), dtype=x.dtype, device=x.device)
-    product(hidden, None, w2.view(carrier), w2_scale, w2_bias, out, rows_per_expert, columns, intermediate, count)
+    product(hidden, None, w2, w2_scale, w2_bias, out, rows_per_expert, columns, intermediate, count)
     operator("_moe_C", "moe_gather")(y, out, weights, row_of, count)
     return y
 
@@ -214,7 +212,7 @@ def _activated(both: torch.Tensor, activation: str, limit: float, alpha: float) 
 register(
     _LIBRARY,
     "xpu_experts(Tensor x, Tensor w13, Tensor w13_scale, Tensor? w13_bias, Tensor w2, Tensor w2_scale, "
-    "Tensor? w2_bias, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, str element, int intermediate, "
+    "Tensor? w2_bias, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, str[] elements, int intermediate, "
     "str activation, str[] parameters, ScalarType out_dtype) -> Tensor",
     {"CompositeExplicitAutograd": _experts},
     experts_fake,

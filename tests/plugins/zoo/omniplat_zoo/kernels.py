@@ -238,7 +238,7 @@ class CorrectEightBits(LinearKernel[Config]):
 
 
 class CorrectExperts(MoeKernel[Config]):
-    """Weight-only experts of int8 rows."""
+    """Weight-only experts of rows of 8 bits."""
 
     name = "experts"
     config_type = Config
@@ -248,7 +248,10 @@ class CorrectExperts(MoeKernel[Config]):
         tensors = {}
         for name, weight in (("w13", w13), ("w2", w2)):
             require_declared("zoo", EXPERTS, weight, spec, ("codes", "scale"))
-            tensors[name] = weight.tensors["codes"].float() * weight.tensors["scale"].float()
+            codes = weight.tensors["codes"]
+            if self.fault == "one-scheme":
+                codes = codes.view(w13.tensors["codes"].dtype)
+            tensors[name] = codes.float() * weight.tensors["scale"].float()
             if "bias" in weight.tensors:
                 tensors[f"{name}_bias"] = weight.tensors["bias"]
         assert spec.moe is not None
@@ -274,6 +277,10 @@ class CorrectExperts(MoeKernel[Config]):
 
 class SiluOnlyExperts(CorrectExperts):
     fault = "silu-only"
+
+
+class OneSchemeExperts(CorrectExperts):
+    fault = "one-scheme"
 
 
 class TwoChoicesExperts(CorrectExperts):

@@ -42,7 +42,7 @@ EIGHT_BITS = Capability(
     requires=_TORCH,
     impl="EightBits",
 )
-EXPERTS = Capability("experts", "moe", ("int8-channel",), ("a16",), requires=_TORCH, impl="Experts")
+EXPERTS = Capability("experts", "moe", ("int8-channel", "fp8-channel"), ("a16",), requires=_TORCH, impl="Experts")
 
 
 def backend(name: str, *capabilities: Capability) -> BackendSpec:
@@ -93,6 +93,8 @@ EXPERT_ORDER = backend("expert-order", EXPERTS)
 UP_FIRST = backend("up-first", EXPERTS)
 SILU_ONLY = backend("silu-only", EXPERTS)
 NO_LIMIT = backend("no-limit", EXPERTS)
+#: Takes w2 for one of w13's scheme.
+ONE_SCHEME = backend("one-scheme", EXPERTS)
 #: Looks at the first two experts that a row chose.
 TWO_CHOICES = backend("two-choices", EXPERTS)
 #: Rounds products to the output's dtype, and then adds the bias.
