@@ -131,6 +131,8 @@ def _e4m3_scales(amax: torch.Tensor, rule: str, global_scale: torch.Tensor) -> t
     elif rule == "absmax-reciprocal":
         sixth = torch.ones_like(largest) / largest
         local = (amax * sixth * (torch.ones_like(global_scale) / global_scale)).to(torch.float32)
+        # what the scale is multiplied by is the reciprocal of a divisor, rounded to f32
+        global_scale = global_scale.to(torch.float32)
     else:
         local = (amax / largest / global_scale).to(torch.float32)
     local = torch.where(torch.isfinite(amax), local, torch.nan)

@@ -149,7 +149,10 @@ def _groups(  # type: ignore[no-untyped-def]
         # a number that is not one stays so
         local = tl.where(is_finite, tl.where(local > LARGEST_SCALE, LARGEST_SCALE, local), float("nan"))
         stored = saturated_codes(local, False).to(tl.int32)
-        scale = (_e4m3_values(stored) * multiplier).to(tl.float32)
+        if RULE == "absmax-reciprocal":
+            scale = _e4m3_values(stored) * multiplier.to(tl.float32)
+        else:
+            scale = (_e4m3_values(stored) * multiplier).to(tl.float32)
         # values of a group whose scale is 0 are lost, as are those beside a NaN
         counts = scale > 0.0
         safe = tl.where(counts, scale, 1.0)

@@ -113,7 +113,8 @@ def numbers(found: tuple[torch.Tensor, torch.Tensor], quant: TensorQuant, above:
     if quant.scale_format == "e8m0":
         scale = e8m0_to_float64(scales)
     else:
-        scale = (scales.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * above).astype(np.float32)
+        multiplier = np.float32(above) if quant.scale_rule == "absmax-reciprocal" else above
+        scale = (scales.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * multiplier).astype(np.float32)
     columns = scale.shape[1] * quant.group_size
     return decode_codes(codes, quant.element, columns) * scale.astype(np.float64).repeat(quant.group_size, 1)
 
