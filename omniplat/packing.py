@@ -225,9 +225,12 @@ class _Packer:
             if match:
                 by_container[match["container"]][int(match["index"])][match["leaf"]] = module
         layers: list[PackedLayer] = []
+        named = {container: self._expert_names(experts) for container, experts in by_container.items()}
+        is_gated = any(_has_gate(by_container[container], names) for container, names in named.items() if names)
         for container, experts in by_container.items():
-            names = self._expert_names(experts)
-            if names is None:
+            names = named[container]
+            if names is None or not is_gated:
+                # A model none of whose experts has a gate computes something else: its experts are linear layers.
                 continue
             for leaves in experts.values():
                 for module in leaves.values():
@@ -239,7 +242,7 @@ class _Packer:
         """The naming whose leaves all of the container's modules have."""
         found = {leaf for leaves in experts.values() for leaf in leaves}
         for names in self._family.experts or UNKNOWN.experts:
-            if found <= {names.gate, names.up, names.down, names.fused} and names.down in found:
+            if found <= {names.gate, names.up, names.down, names.fused}:
                 return names
         return None
 
@@ -331,15 +334,16 @@ class _Packer:
 
     def _stacked_names(self, leaves: Mapping[str, ResolvedModule]) -> StackedNames | None:
         for names in self._family.stacked or UNKNOWN.stacked:
-            if leaves.keys() <= {names.fused, names.gate, names.up, names.down} and names.down in leaves:
+            if leaves.keys() <= {names.fused, names.gate, names.up, names.down}:
                 return names
         return None
 
     def _stack(self, name: str, leaves: Mapping[str, ResolvedModule], names: StackedNames) -> PackedLayer:
-        up_names = (names.fused,) if names.fused in leaves else (names.gate, names.up)
+        apart = not leaves.keys().isdisjoint((names.gate, names.up))
+        up_names = (names.gate, names.up) if apart and names.fused not in leaves else (names.fused,)
         missing = [f"{name}.{leaf}" for leaf in (*up_names, names.down) if leaf not in leaves]
         ups = [leaves[leaf] for leaf in up_names if leaf in leaves]
-        down = leaves[names.down]
+        down = leaves.get(names.down) or ups[0]
         w13 = (tuple(self._part(module) for module in ups),)
         w2 = (tuple(self._part(module) for module in (down,)),)
         self._check_experts(name, w13, w2, missing)
@@ -405,6 +409,10 @@ class _Packer:
         self._invalid[name] = message
         names = sorted(module if isinstance(module, str) else module.name for module in modules)
         self._findings.append(finding(code, message, severity="error", component=self._component, modules=names))
+
+
+def _has_gate(experts: Mapping[int, Mapping[str, ResolvedModule]], names: ExpertNames) -> bool:
+    return any(not leaves.keys().isdisjoint((names.gate, names.fused)) for leaves in experts.values())
 
 
 #: Absent experts that a layer lists: a name may state any number.
