@@ -70,6 +70,8 @@ class CompressedTensorsFormat:
             _check_format(layout, fields)
             if _speaks_of_outputs(fields):
                 continue
+            if not fields.has("targets"):
+                raise fields.wrong("targets", "a list of strings")
             is_open = compressed_presets.is_open(group, written)
             declared = Declared(_scheme(fields, layout), act_order=_act_order(fields), open_granularity=is_open)
             for target in fields.strings("targets"):

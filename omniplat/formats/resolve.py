@@ -353,6 +353,10 @@ class _Resolver:
 
     def _from_headers(self, module: Module, stored: Stored) -> ResolvedModule:
         hint = hint_from_headers(module, stored)
+        if SHAPE_LEAF in module.leaves:
+            # nothing else says how wide the codes are
+            stored = self._recognise_with_shape(module, None) or stored
+            hint = hint_from_headers(module, stored)
         # a hint that only repeats what was seen is no metadata: it must not settle what headers leave open
         if hint is not None and not stored.unsupported:
             stored = self._recognise(module, hint) or stored

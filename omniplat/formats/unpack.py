@@ -312,6 +312,8 @@ def _input_roles(m: StoredModule, lead: tuple[int, ...]) -> dict[str, Array]:
             raise m.error(f"scale not finite: input_scale is {float(roles['input_scale'].reshape(-1)[0])}")
         if not activation.symmetric:
             roles["input_zero_point"] = scalar("input_zero_point").astype(np.int32)
+        elif "input_zero_point" in m.arrays and (m.arrays["input_zero_point"].astype(np.float32) != 0).any():
+            raise m.error("the file declares a symmetric input, but its zero point is not 0")
     return roles
 
 

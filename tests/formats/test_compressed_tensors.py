@@ -427,3 +427,19 @@ def test_groups_of_outputs_leave_weights_to_others(tmp_path: Path) -> None:
     found = resolve(tmp_path / "one", config, tensors)
     assert only(found, "unsupported-option").where.rule.endswith("config_groups.l.output_activations")
     assert set(schemes(found).values()) == {"fp8-channel/fp8-token unsupported"}
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
+def test_without_metadata_the_stated_shape_tells_how_wide_codes_are(tmp_path: Path, bits: int) -> None:
+    """Words of 8 bits in groups of 64 look like words of 4 bits in groups of 128."""
+    tensors, values = words("m", 64, 256, bits, (64, 4))
+    found = resolve(tmp_path, None, tensors, values=values)
+    assert schemes(found) == {"m": f"int{bits}-g64/a16"}
+    assert codes(found) == ["inferred-from-headers"]
+
+
+@pytest.mark.parametrize("change", [{}, {"targets": None}])
+def test_a_group_must_say_what_it_is_about(tmp_path: Path, change: dict[str, Any]) -> None:
+    groups = {"g": {"weights": FP8, **change}}
+    found = resolve(tmp_path, {"quant_method": "compressed-tensors", "config_groups": groups}, fp8_channel("m", 64, 64))
+    assert only(found, "metadata-unreadable").where.rule.endswith("config_groups.g.targets")

@@ -368,8 +368,11 @@ def test_static_input_roles_are_kept_only_where_the_activation_uses_them() -> No
         return set(canonicalise(arrays, Storage("plain", "I8"), scheme, 3, 4).tensors) - {"codes", "scale"}
 
     assert kept("int8-tensor-static-asym") == {"input_scale", "input_zero_point"}
-    assert kept("int8-tensor-static") == {"input_scale"}
     assert kept("int8-token") == kept("a16") == set()
+    with pytest.raises(InvalidCheckpointError, match="symmetric input, but its zero point is not 0"):
+        kept("int8-tensor-static")
+    arrays["input_zero_point"] = np.array([0], np.int8)
+    assert kept("int8-tensor-static") == {"input_scale"}
 
 
 def mxfp4(codes: Array | None = None, scale: Array | None = None) -> dict[str, Array]:
