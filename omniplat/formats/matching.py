@@ -8,6 +8,7 @@ parts, and scan all names only where they have none.
 from __future__ import annotations
 
 import re
+import sys
 import time
 from bisect import bisect_left
 from collections import defaultdict
@@ -55,9 +56,7 @@ class ModuleIndex:
 
     def with_prefix(self, prefix: str) -> list[str]:
         """All names that start with `prefix`."""
-        start = bisect_left(self.names, prefix)
-        end = bisect_left(self.names, prefix + "\U0010ffff", start)
-        return self.names[start:end]
+        return _with_prefix(self.names, prefix)
 
     def at_or_below(self, path: str) -> list[str]:
         """`path` itself and the names below it, on a dot boundary."""
@@ -73,10 +72,7 @@ class ModuleIndex:
                     paths.add(name)
                     name = name.rpartition(".")[0]
             self._reversed = sorted(path[::-1] for path in paths)
-        key = tail[::-1]
-        start = bisect_left(self._reversed, key)
-        end = bisect_left(self._reversed, key + "\U0010ffff", start)
-        return [path[::-1] for path in self._reversed[start:end]]
+        return [path[::-1] for path in _with_prefix(self._reversed, tail[::-1])]
 
     def with_lead(self, texts: tuple[str, ...]) -> list[str]:
         """Names that start with `texts`, one arbitrary character between each two."""
@@ -95,7 +91,7 @@ class ModuleIndex:
                 position += 1
                 continue
             found.append(name[len(lead)])
-            position = max(bisect_left(self.names, f"{name[: len(lead) + 1]}\U0010ffff", position), position + 1)
+            position = _end_of(self.names, name[: len(lead) + 1], position)
         return found
 
     @cached_property
@@ -149,6 +145,22 @@ class ModuleIndex:
                 raise UnsupportedOptionError(f"the patterns of the rules take more than {MAX_SECONDS:.0f} s")
         self._spent.seconds += time.monotonic() - start
         return found
+
+
+def _with_prefix(texts: list[str], prefix: str) -> list[str]:
+    """Those of the sorted `texts` that start with `prefix`."""
+    start = bisect_left(texts, prefix)
+    return texts[start : _end_of(texts, prefix, start)]
+
+
+def _end_of(texts: list[str], prefix: str, start: int) -> int:
+    """Where those of the sorted `texts` end that start with `prefix`: before the next greater text that does not."""
+    last = prefix.rstrip(_LAST)
+    return bisect_left(texts, last[:-1] + chr(ord(last[-1]) + 1), start) if last else len(texts)
+
+
+#: The last character that a text can have.
+_LAST = chr(sys.maxunicode)
 
 
 class Matcher(Protocol):

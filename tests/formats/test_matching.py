@@ -210,3 +210,14 @@ def test_the_plan_says_which_rule_is_refused(tmp_path: Path) -> None:
     assert refused.severity == "error"
     assert "(a+)+$" in refused.where.rule
     assert refused.where.file == "config.json"
+
+
+def test_names_may_hold_the_last_character_there_is() -> None:
+    last = chr(0x10FFFF)
+    index = ModuleIndex([f"a.{last}", f"a.{last}{last}b", "a", "a.b", "ab", last, f"{last}.c"])
+    assert index.with_prefix("a.") == sorted([f"a.{last}", f"a.{last}{last}b", "a.b"])
+    assert index.with_prefix(f"a.{last}") == [f"a.{last}", f"a.{last}{last}b"]
+    assert index.with_prefix(last) == [last, f"{last}.c"]
+    assert index.with_prefix("") == index.names
+    assert index.paths_ending_with(last) == [last, f"a.{last}"]
+    assert index.with_lead(("a", last)) == [f"a.{last}", f"a.{last}{last}b"]
