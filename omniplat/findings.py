@@ -34,7 +34,7 @@ _CODES: dict[str, tuple[str, str]] = {
         "parts of one fused layer differ and are planned apart; an error for the experts of one layer",
     ),
     "group-not-divisible": ("error", "K is not a multiple of the group size"),
-    "inferred-from-headers": ("note", "there is no metadata; the tensors show the scheme"),
+    "inferred-from-headers": ("note", "there is no metadata that can be used; the tensors show the scheme"),
     "tp-not-divisible": ("error", "the asked tensor-parallel size would cut a group, a block or a packed byte"),
     "ep-not-divisible": ("error", "the asked expert-parallel size does not divide the experts"),
     "metadata-conflict": ("warning", "two metadata files disagree; says which was used"),

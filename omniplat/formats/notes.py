@@ -70,6 +70,4 @@ def _message(cause: _Cause, names: Collection[str]) -> str:
         return f"{min(names)}.{first} is in no shard (needed: {cause.detail})"
     if cause.code == "unexpected-tensor":
         return f"no role explains {cause.detail} of {min(names)}"
-    if cause.code == "inferred-from-headers":
-        return f"no metadata; the tensors show {cause.detail}"
     return cause.detail

@@ -363,7 +363,9 @@ class _Resolver:
         choice = _Choice(hint or NOT_QUANTIZED, None, "", stored, True)
         problems = self._note_state(module, choice)
         if stored.quantized and stored.weight is not None:
-            self._notes.add(module.name, "inferred-from-headers", detail=stored_id(stored))
+            metadata = "no usable metadata" if self._has_metadata else "no metadata"
+            detail = f"{metadata}; the tensors show {stored_id(stored)}"
+            self._notes.add(module.name, "inferred-from-headers", detail=detail)
         return self._build(module, choice, problems)
 
     def _build(self, module: Module, choice: _Choice, problems: tuple[str, ...]) -> ResolvedModule:

@@ -71,3 +71,11 @@ def test_other_spellings_of_a_method_are_read_and_noted(
 def test_a_method_of_another_name_stays_unknown(tmp_path: Path, method: Any) -> None:
     found = resolve(tmp_path, {**COMPRESSED, "quant_method": method}, fp8_channel("m", 64, 64))
     assert repr(method) in only(found, "unknown-format").message
+
+
+def test_metadata_that_cannot_be_used_is_not_called_none(tmp_path: Path) -> None:
+    tensors = fp8_channel("m", 64, 64)
+    assert only(resolve(tmp_path / "no", None, tensors), "inferred-from-headers").message.startswith("no metadata;")
+    for name, config in (("unknown", {"quant_method": "fp9"}), ("unread", {**COMPRESSED, "format": "dense-ish"})):
+        found = resolve(tmp_path / name, config, tensors)
+        assert only(found, "inferred-from-headers").message.startswith("no usable metadata;")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from omniplat.checkpoint.tensors import TensorInfo
 from omniplat.formats.declared import Declared
+from omniplat.formats.recognise.fits import role_problem
 from omniplat.formats.stated import STATED_SHAPES, decoded_shapes
 from omniplat.formats.storage import Storage
 from omniplat.scheme import TensorQuant
@@ -148,6 +149,10 @@ class Draft:
         used = set(self.roles.values())
         unused = (name for name in self.leaves if name not in used)
         unexplained = tuple(name for name in unused if _is_of_quantization(name, is_quantized))
+        if not problem and weight is not None and is_quantized and n and k:
+            beside = {role: self.leaves[leaf] for role, leaf in self.roles.items() if not leaf.startswith("_")}
+            static = activation is not None and (not activation.dynamic or activation.second_scale == "global")
+            problem = role_problem(beside, weight, packing, n, k, static=static)
         group_problem = ""
         if weight is not None and weight.granularity == "group" and weight.group_size and k % weight.group_size:
             group_problem = f"K = {k} is not a multiple of the group size {weight.group_size}"
