@@ -53,5 +53,5 @@ def _printed(outcome: Plan | OmniplatError) -> Iterable[str]:
             print_plan(outcome, Console(file=out, width=80))
             print_plan(outcome, Console(file=out, width=160), show_all=True)
             if outcome.layers:
-                explain_layer(outcome, outcome.layers[0].name, Console(file=out, width=150))
+                explain_layer(outcome, outcome.layers[0], Console(file=out, width=150))
     yield out.getvalue()
