@@ -100,6 +100,8 @@ class _Resolver:
         self._modules = modules
         self._floats = floats
         self._declaration = read.declaration
+        # Without a declaration these say why what there is cannot be used.
+        self._has_metadata = bool(read.findings)
         self._index = index
         self._rule_hits = RuleHits(index, Aliases(index, read.parts_of), self._stored_as)
         self._notes = Notes()
