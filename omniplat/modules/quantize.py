@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from omniplat.api import make_target, require_runnable, require_torch
+from omniplat.api import make_target, require_runnable, require_torch, runtime_device
 from omniplat.canonical import CanonicalWeight
 from omniplat.device import Device
 from omniplat.document import Plan, PlanCheckpoint
@@ -33,7 +33,7 @@ from omniplat.registry import default_registry, is_installed
 from omniplat.runtime.kernel import LinearKernel, Workspaces, load_kernel
 from omniplat.runtime.memory import release_freed
 from omniplat.runtime.online import OnlineExperts, OnlineLinear, Rounding
-from omniplat.runtime.tensors import device_of, to_array
+from omniplat.runtime.tensors import to_array
 from omniplat.scheme import Scheme
 
 _BITSANDBYTES_BLOCK = 64
@@ -82,7 +82,7 @@ def quantize_model(
     verdicts = survey.verdicts()
     if any(v.method is not None and v.method.name == "bitsandbytes" for v in verdicts):
         _require_bitsandbytes()
-    target = make_target(device, backend=backend, allow=allow, prefer=prefer, registry=registry)
+    target = make_target(device, backend=backend, allow=allow, prefer=prefer, registry=registry, runs=True)
     findings = advice_findings(verdicts, allowed="model-advice" in target.policy.allow)
     layers = [planned_layer(verdict) for verdict in verdicts]
     planned = plan_layers(PlanCheckpoint(f"<{type(model).__name__}>", ("online",), ("",)), layers, target, findings)
@@ -91,7 +91,7 @@ def quantize_model(
         (item, verdict) for item, verdict in zip(planned.layers, verdicts, strict=True) if verdict.method is not None
     ]
     scales = _input_scales(model, [verdict for _, verdict in quantized], calibration, arriving=weights is not None)
-    where = device_of(target.device)
+    where = runtime_device(planned)
     making = _Making(quantized, scales, where, Offload(offload) if offload is not None else None)
     if weights is None:
         making.from_model(keep=restorable)
