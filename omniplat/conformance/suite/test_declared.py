@@ -78,7 +78,7 @@ def _choices(subject: Subject, profile: str) -> Iterable[Named]:
             yield Named(f"{case.id}-top{top}", case.capability, (case, top))
 
 
-def _two_schemes(subject: Subject, profile: str) -> Iterable[Named]:
+def _two_schemes(subject: Subject, profile: str) -> Iterable[Case]:
     """Experts whose w2 has another weight than their w13, of those that a capability declares, either way round."""
     for case in representative(subject, "moe"):
         schemes = {scheme.weight_id: scheme for scheme in reversed(schemes_of(subject, case.capability, "full"))}
@@ -89,8 +89,7 @@ def _two_schemes(subject: Subject, profile: str) -> Iterable[Named]:
             k, inner = (-(-size // unit) * unit for size in (96, 64))
             sized = case_of(case.capability, case.scheme, k=k, inner=inner, bias=case.bias)
             for first, last in ((case.scheme, second), (second, case.scheme)):
-                named = replace(sized, scheme=first, variant=f"w2-{last.weight_id}", w2_scheme=last)
-                yield Named(named.id, case.capability, named)
+                yield replace(sized, scheme=first, variant=f"w2-{last.weight_id}", w2_scheme=last)
 
 
 def _roles(subject: Subject, profile: str) -> Iterable[Case]:
@@ -209,12 +208,11 @@ def test_activations_of_experts(subject: Subject, case: Case) -> None:
 
 
 @check("declared", _two_schemes)
-def test_experts_of_two_schemes(subject: Subject, case: Named) -> None:
+def test_experts_of_two_schemes(subject: Subject, case: Case) -> None:
     """Recipes give w2 more bits than w13: a kernel reads each by its own scheme, or planning refuses the layer."""
-    layer = case.value
-    if subject.decide(layer.capability, layer.spec):
+    if subject.decide(case.capability, case.spec):
         return
-    trial = expert_trial(subject, layer)
+    trial = expert_trial(subject, case)
     trial.assert_right(trial.input(), trial.routing())
 
 
