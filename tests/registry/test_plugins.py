@@ -52,8 +52,9 @@ def test_unknown_name_lists_what_is_available(ask: Ask) -> None:
     answer = load(ask, "nonesuch", "toy")
     assert answer["error"] == "UsageError"
     assert answer["available"] == ["ascend", "cpu", "cuda", "rocm", "toy", "xpu"]
-    assert 'ascend  (pip install "omniplat[ascend]")' in str(answer["message"])
-    assert "toy  (pip install omniplat-toy)" in str(answer["message"])
+    assert 'ascend (pip install "omniplat[ascend]")' in str(answer["message"])
+    assert "toy (pip install omniplat-toy)" in str(answer["message"])
+    assert "\n" not in str(answer["message"])
 
 
 def test_two_distributions_with_one_name(ask: Ask) -> None:
