@@ -55,13 +55,18 @@ def _word_problem(tensors: Mapping[str, TensorInfo], weight: TensorQuant, packin
         return _misfit(order, n, k)
     if zero is None or scale is None:
         return ""
-    words = -(-n * weight.bits // 32)
-    groups = prod(scale.shape) // n if n else 0
+    if prod(scale.shape) == prod(zero.shape) == 1:
+        return "" if zero.dtype in _INTEGERS else _misfit(zero, n, k)
+    words, groups = -(-n * weight.bits // 32), max(prod(scale.shape) // n, 1)
     if packing == "int32_k":
-        shape = (words, groups) if zero.dtype == "I32" else (n, groups)
-        return "" if zero.dtype in _INTEGERS and zero.shape == shape else _misfit(zero, n, k)
-    flat = zero.shape == (words,) and groups == 1
-    return "" if zero.dtype == "I32" and (flat or zero.shape == (groups, words)) else _misfit(zero, n, k)
+        rows = words if zero.dtype == "I32" else n
+        fits = zero.dtype in _INTEGERS and zero.shape == (rows, groups)
+    else:
+        rows = words
+        fits = zero.dtype == "I32" and zero.shape == (groups, words)
+    # One group may have lost its dimension.
+    flat = groups == 1 and zero.dtype == "I32" and zero.shape == (rows,)
+    return "" if fits or flat else _misfit(zero, n, k)
 
 
 def _misfit(info: TensorInfo, n: int, k: int) -> str:
