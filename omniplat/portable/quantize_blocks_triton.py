@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from omniplat.portable.launch import Launch
-from omniplat.portable.quantize_blocks import LARGEST_SCALE, LEAST_SCALE, element_of, rounds_up_from
+from omniplat.portable.quantize_blocks import LEAST_SCALE, element_of, rounds_up_from
 from omniplat.portable.quantize_triton import converts_fp8
 from omniplat.portable.rows_triton import row_values, saturated_codes
 from omniplat.scheme import TensorQuant
@@ -118,7 +118,6 @@ def _groups(  # type: ignore[no-untyped-def]
     LARGEST: tl.constexpr,
     EXPONENT: tl.constexpr,
     HALF: tl.constexpr,
-    LARGEST_SCALE: tl.constexpr,
     LEAST_SCALE: tl.constexpr,
     GATED: tl.constexpr,
     PRE: tl.constexpr,
@@ -146,9 +145,7 @@ def _groups(  # type: ignore[no-untyped-def]
     else:
         multiplier = tl.broadcast_to(tl.load(above + row * step), [COUNT])
         local = _local_scale(most.to(tl.float32, bitcast=True), multiplier, RULE, WIDE, LEAST_SCALE)
-        # a number that is not one stays so
-        local = tl.where(is_finite, tl.where(local > LARGEST_SCALE, LARGEST_SCALE, local), float("nan"))
-        stored = saturated_codes(local, False).to(tl.int32)
+        stored = saturated_codes(tl.where(is_finite, local, float("nan")), False).to(tl.int32)
         if RULE == "absmax-reciprocal":
             scale = _e4m3_values(stored) * multiplier.to(tl.float32)
         else:
@@ -217,7 +214,6 @@ def _launch_of(quant: TensorQuant, gated: bool, pre: bool, wide: bool, device: t
         "LARGEST": largest,
         "EXPONENT": exponent,
         "HALF": rounds_up_from(quant),
-        "LARGEST_SCALE": LARGEST_SCALE,
         "LEAST_SCALE": LEAST_SCALE,
         "GATED": gated,
         "PRE": pre,

@@ -217,6 +217,18 @@ def test_every_row_may_have_its_own_multiplier(form: Form, device: str, rule: st
 
 
 @each_form
+@pytest.mark.parametrize("rule", ["absmax", "absmax-clamped", "absmax-reciprocal"])
+@pytest.mark.parametrize("power", [-149, -128, -90])
+def test_multipliers_at_the_low_end_of_f32(form: Form, device: str, rule: str, power: int) -> None:
+    """Scales that are subnormal or 0 and whose reciprocals are Inf, over numbers of their size and zeros."""
+    x, quant = inputs(32, "f32")[3:7] * np.float32(2.0**-135), quant_of("nvfp4", rule)
+    x[:, ::5], x[:, 5::10] = 0.0, -0.0
+    wanted = expected(x, quant, 2688 * 2.0**power)
+    assert (wanted["global_scale"] == 2.0**power).all()
+    equal(form(on(device, x), quant, None, on(device, wanted["global_scale"])), wanted)
+
+
+@each_form
 @pytest.mark.parametrize("rule", FLOAT_RULES)
 def test_scales_half_way_between_codes(form: Form, device: str, rule: str) -> None:
     """Quotients next to where e4m3 rounds up: what they are rounded to on their way there decides the scale."""
