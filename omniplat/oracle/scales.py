@@ -157,6 +157,8 @@ def nvfp4_grid(amax: Array, quant: TensorQuant, global_scale: Array) -> Grid:
         local = np.maximum(np.where(local == 0, np.float32(1), local), E4M3_TINY)
     elif rule == "absmax-reciprocal":
         local = (amax * (np.float32(1) / top) * (np.float32(1) / global_scale)).astype(np.float32)
+        # 0 times a reciprocal that overflows is NaN, of a sign that depends on the processor
+        local = np.where(np.isnan(local), np.float32(np.nan), local)
         global_scale = global_scale.astype(np.float32)
     else:
         local = ((amax / top) / global_scale).astype(np.float32)

@@ -135,7 +135,8 @@ def _e4m3_scales(amax: torch.Tensor, rule: str, global_scale: torch.Tensor) -> t
         global_scale = global_scale.to(torch.float32)
     else:
         local = (amax / largest / global_scale).to(torch.float32)
-    local = torch.where(torch.isfinite(amax), local, torch.nan)
+    # one NaN for all of them: the sign of 0 times Inf depends on the processor
+    local = torch.where(torch.isfinite(amax) & ~torch.isnan(local), local, torch.nan)
     stored = local.clamp(max=LARGEST_SCALE).to(torch.float8_e4m3fn)
     return stored.view(torch.uint8), (stored.to(torch.float32) * global_scale).to(torch.float32)
 

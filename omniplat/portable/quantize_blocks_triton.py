@@ -145,7 +145,9 @@ def _groups(  # type: ignore[no-untyped-def]
     else:
         multiplier = tl.broadcast_to(tl.load(above + row * step), [COUNT])
         local = _local_scale(most.to(tl.float32, bitcast=True), multiplier, RULE, WIDE, LEAST_SCALE)
-        stored = saturated_codes(tl.where(is_finite, local, float("nan")), False).to(tl.int32)
+        # one NaN for all of them: the sign of 0 times Inf depends on the processor
+        local = tl.where(is_finite & (local == local), local, float("nan"))
+        stored = saturated_codes(local, False).to(tl.int32)
         if RULE == "absmax-reciprocal":
             scale = _e4m3_values(stored) * multiplier.to(tl.float32)
         else:
